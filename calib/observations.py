@@ -1,0 +1,131 @@
+"""The files through which a server in observe mode and the calibration that started it talk.
+
+    request.json      calibration -> observer: which profiles to take
+    queries.npz       shape of the model and sums over its queries; rewritten after each pass
+    window-00000.npz  shares of one window, by profile and scope
+
+Files appear whole: they are written beside their name and renamed.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from tangram_sglang.calib.moments import QueryMoments
+from tangram_sglang.errors import TangramError
+from tangram_sglang.plan.shape import LayerShape, ModelShape
+
+RETENTIONS = tuple(round(0.05 * i, 2) for i in range(1, 20))
+
+
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What calibration asks of the observer: scorers to profile and retentions to take."""
+
+    profiles: list[str] = msgspec.field(default_factory=lambda: ["keydiff"])
+    retentions: list[float] = msgspec.field(default_factory=lambda: list(RETENTIONS))
+
+
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """Sums over the queries of all full-attention layers.
+
+    Attributes:
+        shape: the full-attention layers.
+        inv_freq: [L, rotary_dim / 2] fp64.
+        count: queries summed per query head.
+        total: [L, HQ, D] fp64.
+        square: [L, HQ, D, D] fp64.
+    """
+
+    shape: ModelShape
+    inv_freq: np.ndarray
+    count: int
+    total: np.ndarray
+    square: np.ndarray
+
+
+def write_request(out: Path, request: Request) -> None:
+    (out / "request.json").write_bytes(msgspec.json.encode(request))
+
+
+def read_request(out: Path) -> Request:
+    """What was asked; the defaults where nobody asked."""
+    path = out / "request.json"
+    if not path.exists():
+        return Request()
+    return msgspec.json.decode(path.read_bytes(), type=Request)
+
+
+def write_queries(
+    out: Path, shape: ModelShape, inv_freq: np.ndarray, moments: Sequence[QueryMoments]
+) -> None:
+    """Write the sums of ``shape.layers``, all of which saw the same queries."""
+    _write(
+        out / "queries.npz",
+        layers=np.array([(x.layer_id, x.q_heads, x.kv_heads, x.head_dim) for x in shape.layers]),
+        scaling=np.array([x.scaling for x in shape.layers]),
+        inv_freq=inv_freq,
+        count=np.array(moments[0].count),
+        total=np.stack([m.total.numpy() for m in moments]),
+        square=np.stack([m.square.numpy() for m in moments]),
+    )
+
+
+def read_queries(out: Path) -> Queries:
+    path = out / "queries.npz"
+    if not path.exists():
+        raise TangramError(f"{path} does not exist: the server saw no queries; see its log")
+    with np.load(path) as found:
+        layers = [
+            LayerShape(*(int(x) for x in row), None, float(scaling))
+            for row, scaling in zip(found["layers"], found["scaling"], strict=True)
+        ]
+        return Queries(
+            ModelShape(tuple(layers)),
+            found["inv_freq"],
+            int(found["count"]),
+            found["total"],
+            found["square"],
+        )
+
+
+def write_window(out: Path, index: int, start: int, shares: dict[str, np.ndarray]) -> None:
+    """Write the shares of one window, each [len(retentions), H], by profile_key."""
+    _write(out / f"window-{index:05}.npz", start=np.array(start), **shares)
+
+
+def count_windows(out: Path) -> int:
+    return sum(1 for _ in out.glob("window-*.npz"))
+
+
+def read_shares(out: Path, profile: str, scope: str, retention: float) -> np.ndarray:
+    """Shares of every window that was profiled, [N, H], in the order they were seen."""
+    retentions = read_request(out).retentions
+    if retention not in retentions:
+        raise TangramError(f"retention {retention} was not observed; observed: {retentions}")
+    row, samples = retentions.index(retention), []
+    for path in sorted(out.glob("window-*.npz")):
+        with np.load(path) as found:
+            if profile_key(profile, scope) in found:
+                samples.append(found[profile_key(profile, scope)][row])
+    if not samples:
+        raise TangramError(
+            f"no window of profile {profile!r} in {out}: the texts were shorter than a window, or "
+            "the server does not run the tangram backend"
+        )
+    return np.stack(samples)
+
+
+def profile_key(profile: str, scope: str) -> str:
+    return f"{profile}.{scope}"
+
+
+def _write(path: Path, **arrays: np.ndarray) -> None:
+    # numpy appends .npz to a name without it
+    partial = path.with_name(f".{path.name}.partial.npz")
+    np.savez(partial, **arrays)
+    os.replace(partial, path)

@@ -1,0 +1,68 @@
+"""SGLang's allocator seam: it answers capacity questions; pages are handed out row by row."""
+
+import torch
+from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+
+from tangram_sglang.backend.budget import TangramPrefillBudget
+from tangram_sglang.backend.kv_pool import TangramKVPool
+
+
+class TangramAllocator(BaseTokenToKVPoolAllocator):
+    """Token slots mean nothing here: ``alloc`` returns dummies and ``free`` does nothing.
+
+    ``free_pages`` stays None, which tells SGLang's row checks that there are no slots to check.
+    """
+
+    def __init__(self, pool: TangramKVPool):
+        super().__init__(pool.size, 1, pool.dtype, pool.device, pool, need_sort=False)
+        self._pool = pool
+
+    def create_prefill_budget(self, tree_cache, *, num_mixed_decode_tokens=0):
+        return TangramPrefillBudget(
+            self, tree_cache, self._pool, num_mixed_decode_tokens=num_mixed_decode_tokens
+        )
+
+    def max_new_tokens_for_memory(
+        self,
+        input_tokens: int,
+        max_new_tokens: int,
+        *,
+        token_capacity: int,
+        sliding_window_size: int | None,
+        chunk_size: int | None,
+    ) -> int | None:
+        """Output that fits beside the prompt in an empty pool; None if not even a token does."""
+        room = self._pool.size - input_tokens
+        return min(max_new_tokens, room) if room > 0 else None
+
+    def check_decode_capacity(
+        self, *, num_tokens: int, tree_cache, requests=None, spec_algorithm=None
+    ) -> bool:
+        """Whether one more token of every request fits, prompts in prefill left their promise."""
+        rows, layout = self._pool.rows, self._pool.plan.layout
+        lengths = [rows.live[req.kv.req_pool_idx].n for req in requests]
+        need = sum(layout.pages(n + 1) - layout.pages(n) for n in lengths)
+        return need <= self._pool.ledger.free - rows.promised
+
+    def available_size(self) -> int:
+        return self._pool.tokens(self._pool.ledger.free)
+
+    def evict_to_free_tokens(self, tree_cache, num_tokens: int) -> bool | None:
+        return None
+
+    def verify_byte_accounting(self) -> list[str]:
+        """Run by SGLang when idle; exact in pages, where token counts are rounded."""
+        try:
+            self._pool.rows.check()
+        except RuntimeError as error:
+            return [f"tangram: {error}"]
+        return []
+
+    def alloc(self, need_size: int) -> torch.Tensor:
+        return torch.zeros(need_size, dtype=torch.int64, device=self.device)
+
+    def free(self, free_index: torch.Tensor) -> None:
+        pass
+
+    def clear(self) -> None:
+        self.free_group = None

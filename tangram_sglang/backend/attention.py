@@ -1,0 +1,117 @@
+"""The attention backend: ragged pages under SGLang's attention interface, in plain PyTorch.
+
+A forward step runs in three parts, which makes it safe to reuse pages that the step gives back:
+
+    1. copy the raw tails that the step moves (every request of the batch)
+    2. seal the windows that a decoding request completed before this step
+    3. layer by layer: seal what a prefill completes, attend, write the raw tail
+"""
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+from tangram_sglang.backend.compressor import Compressor
+from tangram_sglang.backend.decode import DecodeRow
+from tangram_sglang.backend.heads import head_tables
+from tangram_sglang.backend.prefill import PrefillRow
+from tangram_sglang.backend.tails import Tail
+from tangram_sglang.pool.rows import Step
+
+
+class TangramAttentionBackend(AttentionBackend):
+    """Attention over a ``TangramKVPool``.
+
+    Args:
+        model_runner: SGLang's, with our pools in place.
+        observer: sees queries and windows when calibrating (``calib.observer``), else None.
+    """
+
+    def __init__(self, model_runner, observer=None):
+        super().__init__()
+        self.device = model_runner.device
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.observer = observer
+        self.compressor = Compressor(self.token_to_kv_pool)
+        self.layers, self.kinds = head_tables(self.token_to_kv_pool.plan.layout, self.device)
+        # on a CPU the device's table is the host's
+        self.table = torch.from_numpy(self.token_to_kv_pool.rows.table)
+        self._batch: list[PrefillRow] | list[DecodeRow] = []
+
+    def support_triton(self) -> bool:
+        return False
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        if forward_batch.forward_mode.is_idle():
+            self._batch = []
+            return
+        live = self.token_to_kv_pool.rows.live
+        rows = forward_batch.req_pool_indices.tolist()
+        lengths = forward_batch.seq_lens.tolist()
+        if forward_batch.forward_mode.is_decode():
+            before = [n - 1 for n in lengths]
+        else:
+            before = forward_batch.extend_prefix_lens_cpu
+        steps = [
+            live[row].step if row in live else Step(row, n0, n1, 0, 0, ())
+            for row, n0, n1 in zip(rows, before, lengths, strict=True)
+        ]
+        for step, row, n0, n1 in zip(steps, rows, before, lengths, strict=True):
+            if (step.n0, step.n1) != (n0, n1):
+                raise RuntimeError(
+                    f"row {row}: SGLang runs tokens {n0}..{n1}, pages were granted for "
+                    f"{step.n0}..{step.n1}"
+                )
+        tails = [Tail(self.token_to_kv_pool, self.kinds, s) if s.tail else None for s in steps]
+        kind = DecodeRow if forward_batch.forward_mode.is_decode() else PrefillRow
+        self._batch = [kind(self, s, tail) for s, tail in zip(steps, tails, strict=True)]
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs,
+    ) -> torch.Tensor:
+        return self._forward(q, k, v, layer, save_kv_cache, kwargs)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs,
+    ) -> torch.Tensor:
+        if self.observer is not None:
+            queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+            self.observer.queries(layer.layer_id, queries, forward_batch.positions)
+        return self._forward(q, k, v, layer, save_kv_cache, kwargs)
+
+    def _forward(self, q, k, v, layer, save_kv_cache, unknown) -> torch.Tensor:
+        if unknown:
+            raise RuntimeError(
+                f"layer {layer.layer_id} asks for {sorted(unknown)}, which the tangram attention "
+                "backend does not implement"
+            )
+        if k is None or not save_kv_cache:
+            raise RuntimeError(
+                f"layer {layer.layer_id} does not hand its K and V to the attention backend: the "
+                "model writes them itself, and the tangram pool cannot be written from outside"
+            )
+        q = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
+        out = torch.empty_like(q)
+        start = 0
+        for row in self._batch:
+            end = start + row.tokens
+            span = slice(start, end)
+            out[span] = row.attend(q[span], k[span], v[span], layer)
+            start = end
+        return out.flatten(1)

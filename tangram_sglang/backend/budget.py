@@ -1,0 +1,81 @@
+"""Budget Reservation: admission in pages of the closed form (paper 4.1, design 9)."""
+
+from sglang.srt.mem_cache.prefill_budget import PrefillBudget
+
+from tangram_sglang.backend.kv_pool import TangramKVPool
+
+
+class TangramPrefillBudget(PrefillBudget):
+    """Pages left in one scheduling pass.
+
+        free = promised to prompts in prefill + expected output of running requests
+               + admitted in this pass + left
+
+    A prompt's pages are promised from its admission to its last chunk, so a later chunk never
+    fails. Output is expected as stock SGLang does: ``total_offset`` tokens, which the scheduler
+    estimates, spread evenly over the running requests.
+    """
+
+    def __init__(self, allocator, tree_cache, pool: TangramKVPool, *, num_mixed_decode_tokens=0):
+        super().__init__(allocator, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
+        self._pool = pool
+        self._admitted = 0
+        self._candidate = 0
+
+    @property
+    def pages_left(self) -> int:
+        """Pages that a new request may still reserve."""
+        rows = self._pool.rows
+        return self._pool.ledger.free - rows.promised - self._expected_output() - self._admitted
+
+    @property
+    def remaining_total(self) -> int:
+        return self._pool.tokens(max(0, self.pages_left))
+
+    remaining_current = remaining_total
+
+    def has_capacity(self) -> bool:
+        return self.pages_left > 0
+
+    def check_prefill(
+        self,
+        *,
+        extend_input_len: int,
+        total_tokens: int,
+        max_new_tokens: int,
+        input_tokens: int,
+        swa_host_hit_length: int,
+        chunk_limit: int | None,
+        auxiliary_swa_host_hit_length: int = 0,
+    ) -> tuple[bool, int | None]:
+        """Whether prompt and output fit whole; a chunk is never cut for want of memory."""
+        self._candidate = self._pool.plan.layout.peak_pages(input_tokens + max_new_tokens)
+        return (True, chunk_limit) if self._candidate <= self.pages_left else (False, None)
+
+    def can_allocate_prefill(self, **demand) -> bool:
+        raise RuntimeError("can_allocate_prefill needs request slots that tangram does not reserve")
+
+    def available_chunk_tokens(self, chunk_limit: int) -> int:
+        # the pages of all chunks are promised since admission
+        return chunk_limit
+
+    def reserve(
+        self,
+        extend_input_len: int,
+        max_new_tokens: int,
+        *,
+        extra_tokens: int = 0,
+        chunk_limit: int | None = None,
+        is_chunked_continuation: bool = False,
+    ) -> None:
+        # SGLang commits the request it checked last
+        if not is_chunked_continuation:
+            self._admitted += self._candidate
+
+    def _expected_output(self) -> int:
+        layout = self._pool.plan.layout
+        running = [r.n for r in self._pool.rows.live.values() if r.n >= r.prompt]
+        if not running:
+            return 0
+        ahead = -int(-self.total_offset // len(running))
+        return sum(max(0, layout.peak_pages(n + ahead, n) - layout.pages(n)) for n in running)

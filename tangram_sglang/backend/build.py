@@ -1,0 +1,98 @@
+"""Builds our plan, pools and backend inside SGLang's own building sequence.
+
+SGLang asks, in this order, for: the pool's size, request rows, page pool, allocator, attention
+backend, prefix cache. ``kvc`` is its KVCacheConfigurator, the one object all of the first four
+see; it takes no attributes, so the plan is built at the first question and rides on the model.
+"""
+
+from typing import Any
+
+from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, MemoryPoolConfigurator
+
+from tangram_sglang.backend.kv_pool import TangramKVPool
+from tangram_sglang.backend.model_shape import model_shape
+from tangram_sglang.backend.req_pool import TangramReqToTokenPool
+from tangram_sglang.errors import TangramError
+from tangram_sglang.plan.serving import ServingPlan, serving_plan
+from tangram_sglang.settings import Settings
+
+
+def plan_of(kvc: Any) -> ServingPlan:
+    """The plan this process serves with."""
+    plan = getattr(kvc.model, "tangram_plan", None)
+    if plan is None:
+        if kvc.kv_cache_dtype != kvc.model_dtype:
+            raise TangramError(
+                f"the pool holds K and V in the model's type {kvc.model_dtype}, "
+                f"not {kvc.kv_cache_dtype}; drop --kv-cache-dtype"
+            )
+        kvc.model.tangram_plan = plan = serving_plan(
+            Settings.from_env(),
+            kvc.model_config.hf_text_config,
+            model_shape(kvc.model),
+            kvc.model_config.context_len,
+            kvc.device,
+        )
+    return plan
+
+
+class TangramPoolConfigurator(MemoryPoolConfigurator):
+    """Bytes to capacity in true tokens: the longest request that the pages carry to its end."""
+
+    def __init__(self, kvc: Any):
+        self._layout = plan_of(kvc).layout
+        self._page_bytes = self._layout.page_bytes(kvc.kv_cache_dtype.itemsize)
+
+    def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
+        budget = Settings.from_env().pool_bytes or available_bytes
+        # page 0 is the dummy
+        tokens = self._layout.capacity(budget // self._page_bytes - 1)
+        if tokens < 1:
+            raise TangramError(
+                f"{budget} bytes hold no request: one token takes {self._layout.pages(1)} pages "
+                f"of {self._page_bytes} bytes; raise TANGRAM_POOL_BYTES or --mem-fraction-static"
+            )
+        return MemoryPoolConfig(max_total_num_tokens=tokens)
+
+    def calculate_pool_sizes_from_max_tokens(
+        self, max_total_num_tokens: int, page_size: int
+    ) -> MemoryPoolConfig:
+        return MemoryPoolConfig(max_total_num_tokens=max_total_num_tokens)
+
+
+def build_req_pool(kvc: Any, rows: int, extra_tokens: int) -> TangramReqToTokenPool:
+    """Request rows; ``extra_tokens`` is what SGLang adds to the context length."""
+    return TangramReqToTokenPool(
+        size=rows,
+        max_context_len=kvc.model_config.context_len + extra_tokens,
+        device=kvc.device,
+        enable_memory_saver=False,
+    )
+
+
+def build_kv_pool(kvc: Any, max_tokens: int, req_pool: TangramReqToTokenPool) -> TangramKVPool:
+    """The page pool, with its rows bound to SGLang's."""
+    plan = plan_of(kvc)
+    pool = TangramKVPool(
+        plan,
+        num_pages=plan.layout.peak_pages(max_tokens),
+        max_rows=req_pool.size,
+        dtype=kvc.kv_cache_dtype,
+        device=kvc.device,
+        layer_num=kvc.layer_info.num_effective_layers,
+        enable_memory_saver=False,
+    )
+    req_pool.bind(pool.rows)
+    return pool
+
+
+def startup_line(pool: TangramKVPool) -> str:
+    """One line that says what is in force, with figures as held and not as asked."""
+    plan, layout, rule = pool.plan, pool.plan.layout, pool.plan.layout.rule
+    return (
+        f"tangram: plan={plan.name} scorer={plan.scorer_name} retention asked={plan.retention:.4f} "
+        f"held={layout.retention_held:.4f} groups={len(layout.groups)}x{layout.per_group} heads "
+        f"window={rule.window} recent={rule.recent} page={rule.page} sinks={rule.sinks} "
+        f"capacity={pool.size} true tokens in {pool.ledger.num_pages} pages, "
+        f"{pool.get_kv_size_bytes()} bytes"
+    )

@@ -1,0 +1,82 @@
+"""Seals windows: scores them, picks what each head keeps and writes it to its final pages."""
+
+import torch
+
+from tangram_sglang.backend.heads import alike
+from tangram_sglang.backend.kv_pool import TangramKVPool
+from tangram_sglang.kernels.select_reference import select_reference
+from tangram_sglang.kernels.slots_reference import page_rows
+from tangram_sglang.score import Window
+
+
+class Compressor:
+    """Sealing over one pool; called on the forward stream only."""
+
+    def __init__(self, pool: TangramKVPool):
+        self._pool = pool
+        self._plan = pool.plan
+        self._layout = pool.plan.layout
+        self._offset = torch.from_numpy(self._layout.table_offset).to(pool.device)
+
+    def seal(
+        self,
+        table: torch.Tensor,
+        window: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        heads: torch.Tensor,
+        groups: torch.Tensor,
+        columns: torch.Tensor,
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Seal one window in some heads of full-attention layers.
+
+        Args:
+            table: [E] int32, the request's row of the page table; names the window's pages.
+            window: j; its tokens are jW..(j+1)W.
+            k, v: [H, W, D], every token of the window.
+            heads: [H] int64 in global head order.
+            groups, columns: [H] int64, where those heads live.
+
+        Returns:
+            For heads that keep equally many: ([h] indices into ``heads``, [h, K] offsets kept).
+        """
+        scores = self._scores(window, k, v, heads)
+        sinks = self._sinks(window)
+        kept = []
+        for count, mine in alike(self._layout, groups):
+            if count == self._layout.rule.window:
+                offsets = torch.arange(count, device=k.device).expand(len(mine), -1)
+            else:
+                offsets = select_reference(scores[mine], count, sinks)
+            rows = self._rows(table, window, count, groups[mine], columns[mine])
+            at = offsets[..., None].expand(-1, -1, k.shape[-1])
+            self._pool.flat[rows] = k[mine].gather(1, at)
+            self._pool.flat[rows + self._layout.rule.page] = v[mine].gather(1, at)
+            kept.append((mine, offsets))
+        return kept
+
+    def _scores(self, window, k, v, heads) -> torch.Tensor | None:
+        if self._plan.scorer is None:
+            return None
+        stats = self._plan.query_stats
+        return self._plan.scorer.score(
+            Window(
+                k,
+                v,
+                window * self._layout.rule.window,
+                heads,
+                self._sinks(window),
+                None if stats is None else stats.select(heads),
+            )
+        )
+
+    def _sinks(self, window: int) -> int:
+        return self._layout.rule.sinks if window == 0 else 0
+
+    def _rows(self, table, window, count, groups, columns) -> torch.Tensor:
+        """Pool rows of the window's K entries in each head, [h, K]."""
+        page = self._layout.rule.page
+        pages = count // page
+        entry = self._offset[groups][:, None] + torch.arange(pages, device=table.device)
+        rows = page_rows(table[entry + window * pages], self._layout.per_group, page)
+        return rows + columns[:, None] * (2 * page)

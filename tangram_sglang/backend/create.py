@@ -1,0 +1,48 @@
+"""Builds the attention backend last of all pools, after proving that all of them are ours."""
+
+import logging
+from pathlib import Path
+
+from tangram_sglang.backend.allocator import TangramAllocator
+from tangram_sglang.backend.attention import TangramAttentionBackend
+from tangram_sglang.backend.build import startup_line
+from tangram_sglang.backend.kv_pool import TangramKVPool
+from tangram_sglang.backend.req_pool import TangramReqToTokenPool
+from tangram_sglang.errors import TangramError
+from tangram_sglang.patches.hooks import check_hooks
+from tangram_sglang.settings import observe_path
+
+logger = logging.getLogger(__name__)
+
+
+def create_backend(model_runner) -> TangramAttentionBackend:
+    """The backend of this process; TangramError names what is not in place."""
+    check_hooks()
+    for name, expected in (
+        ("req_to_token_pool", TangramReqToTokenPool),
+        ("token_to_kv_pool", TangramKVPool),
+        ("token_to_kv_pool_allocator", TangramAllocator),
+    ):
+        found = getattr(model_runner, name)
+        if not isinstance(found, expected):
+            raise TangramError(
+                f"SGLang built {type(found).__name__} as {name}, expected {expected.__name__}: "
+                "another plugin replaced it; remove that plugin or choose another backend"
+            )
+    logger.info(startup_line(model_runner.token_to_kv_pool))
+    return TangramAttentionBackend(model_runner, _observer(model_runner))
+
+
+def _observer(model_runner):
+    path = observe_path()
+    if path is None:
+        return None
+    from tangram_sglang.backend.model_shape import model_shape
+    from tangram_sglang.backend.rope import rotary_frequencies
+    from tangram_sglang.calib.observer import Observer
+
+    layout = model_runner.token_to_kv_pool.plan.layout
+    if layout.compresses:
+        raise TangramError("TANGRAM_OBSERVE needs every token: set TANGRAM_RETENTION=1.0")
+    shape = model_shape(model_runner.model)
+    return Observer(shape, rotary_frequencies(model_runner.model), layout.rule, Path(path))

@@ -1,0 +1,53 @@
+"""Steps in SGLang's argument resolution: implied flags and early refusals.
+
+They run in the launching process, before any weights are read, so that a mistake costs seconds.
+"""
+
+from typing import Any
+
+from sglang.srt.arg_groups.model_override_base import model_config_of, resolved_view
+from sglang.srt.arg_groups.overrides import declare_resolution
+from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+from tangram_sglang.backend.refusals import refuse_unsupported
+from tangram_sglang.plan.serving import read_plan
+from tangram_sglang.settings import Settings
+
+NAME = "tangram"
+
+
+def register_resolution() -> None:
+    """Add our steps; each leaves servers with another backend alone."""
+    register_resolution_hook("handle_missing_default_values")(_before_model)
+    register_resolution_hook("handle_cache_compatibility")(_choose_cache)
+    register_resolution_hook("handle_other_validations")(_validate)
+
+
+def _selected(server_args: Any) -> bool:
+    args = resolved_view(server_args)
+    return NAME in (
+        args.attention_backend,
+        args.prefill_attention_backend,
+        args.decode_attention_backend,
+    )
+
+
+def _before_model(server_args: Any, previous) -> None:
+    if _selected(server_args):
+        Settings.from_env()
+        # window layers are a kind of our own pool, not SGLang's second pool
+        declare_resolution(server_args, NAME, disable_hybrid_swa_memory=True)
+    previous(server_args)
+
+
+def _choose_cache(server_args: Any, previous) -> None:
+    previous(server_args)
+    if _selected(server_args) and resolved_view(server_args).radix_cache_backend is None:
+        declare_resolution(server_args, NAME, radix_cache_backend=NAME)
+
+
+def _validate(server_args: Any, previous) -> None:
+    previous(server_args)
+    if _selected(server_args):
+        refuse_unsupported(resolved_view(server_args))
+        read_plan(Settings.from_env(), model_config_of(server_args).hf_text_config)

@@ -1,0 +1,45 @@
+"""The `tangram` command: one module per subcommand, imported only when it is asked for.
+
+A subcommand module has `add_arguments(parser)` and `run(arguments) -> exit status`, and raises
+TangramError for a mistake of the user.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from tangram_sglang import __version__
+from tangram_sglang.errors import TangramError
+
+COMMANDS = {
+    "demo": "chat with a real server about a document, on compressed KV and uncompressed",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; the usage is one `--help` away."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = Parser(prog="tangram", description="Tools of tangram_sglang.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    chosen = next((word for word in argv if not word.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        if name == chosen:
+            module = importlib.import_module(f"tangram_sglang.cli.{name}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    arguments = parser.parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except TangramError as error:
+        print(f"tangram {chosen}: error: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,1 @@
+"""Budgets, grouping and the layout that follows from them; imports neither SGLang nor Triton."""

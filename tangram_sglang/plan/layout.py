@@ -1,0 +1,229 @@
+"""The static layout of compressed KV: groups, counts and every closed form over them.
+
+Admission, allocation, kernels and tests all take their lengths from here, so predicted pages are
+held pages. Nothing here knows of requests, devices or SGLang.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from tangram_sglang.errors import TangramError
+from tangram_sglang.plan.counts import kept_counts
+from tangram_sglang.plan.grouping import Head, group_heads
+from tangram_sglang.plan.shape import ModelShape
+from tangram_sglang.plan.window import WindowRule
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Heads that share one page table.
+
+    Attributes:
+        heads: (layer_id, kv head) of each column; at most H_p.
+        kept: K[g], entries per sealed window; 0 for sliding-window groups.
+        sliding_window: tokens a query sees, or None for full attention.
+    """
+
+    heads: tuple[Head, ...]
+    kept: int
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A run of groups whose raw tails are alike.
+
+    Attributes:
+        first, end: the groups ``first..end``.
+        sliding_window: tokens a query sees, or None for full attention.
+        ring: table entries for tail pages in each of the groups.
+    """
+
+    first: int
+    end: int
+    sliding_window: int | None
+    ring: int
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Groups of one rank, full-attention groups first.
+
+    A row of the page table is, group by group, ``[sealed pages | ring of tail pages]``; the page
+    of tail token t stands at ring slot ``(t // P) % ring``.
+    """
+
+    rule: WindowRule
+    groups: tuple[Group, ...]
+    per_group: int
+    head_dim: int
+    max_tokens: int
+
+    @classmethod
+    def build(
+        cls,
+        shape: ModelShape,
+        rule: WindowRule,
+        *,
+        budgets: Sequence[float],
+        retention: float,
+        per_group: int,
+        grouping: str,
+        max_tokens: int,
+    ) -> "KVLayout":
+        """Group the heads of ``shape`` and fix how much each group keeps.
+
+        Args:
+            shape: attention layers of this rank.
+            rule: W, R, P and sinks.
+            budgets: share kept by each head of ``shape.full_heads``.
+            retention: share of bytes kept of full-attention KV, (0, 1].
+            per_group: H_p.
+            grouping: ``global`` or ``layer``.
+            max_tokens: longest request.
+        """
+        heads = shape.full_heads
+        if len(budgets) != len(heads):
+            raise TangramError(f"{len(budgets)} budgets for {len(heads)} KV heads")
+        budget_of = dict(zip(heads, budgets, strict=True))
+        cut = group_heads(heads, budgets, per_group, grouping)
+        tops = [max(budget_of[head] for head in group) for group in cut]
+        kept = kept_counts(tops, rule, retention, len(heads), per_group)
+        groups = [Group(group, int(k)) for group, k in zip(cut, kept, strict=True)]
+        for window, sliding in shape.sliding_heads.items():
+            cut = group_heads(sliding, [1.0] * len(sliding), per_group, "global")
+            groups += [Group(group, 0, window) for group in cut]
+        return cls(rule, tuple(groups), per_group, shape.head_dim, max_tokens)
+
+    @cached_property
+    def kept(self) -> np.ndarray:
+        """K[g], [G] int64."""
+        return np.array([g.kept for g in self.groups], dtype=np.int64)
+
+    @cached_property
+    def num_full(self) -> int:
+        """Groups of full-attention heads; they come first."""
+        return sum(g.sliding_window is None for g in self.groups)
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Full-attention groups, then those of each sliding window size."""
+        sizes = [g.sliding_window for g in self.groups]
+        kinds = []
+        for size in dict.fromkeys(sizes):
+            tail = self.rule.tail_pages if size is None else self.rule.pages(size) + 1
+            first = sizes.index(size)
+            kinds.append(Kind(first, first + sizes.count(size), size, tail))
+        return tuple(kinds)
+
+    @cached_property
+    def place(self) -> dict[Head, tuple[int, int]]:
+        """(group, column) of every (layer_id, kv head)."""
+        return {h: (g, c) for g, group in enumerate(self.groups) for c, h in enumerate(group.heads)}
+
+    @property
+    def compresses(self) -> bool:
+        """Whether any head drops anything."""
+        return bool((self.kept[: self.num_full] < self.rule.window).any())
+
+    # lengths after n tokens
+
+    def tail_start(self, sliding_window: int | None, n: int) -> int:
+        """First token held raw once ``n`` tokens are stored; always on a page border."""
+        if sliding_window is None:
+            return self.rule.sealed(n) * self.rule.window
+        return max(0, n - sliding_window) // self.rule.page * self.rule.page
+
+    def tail_pages(self, sliding_window: int | None, n: int) -> int:
+        """Pages of a raw tail after ``n`` tokens, in each group of that kind."""
+        return self.rule.pages(n - self.tail_start(sliding_window, n))
+
+    def entries(self, g: int, n: int) -> int:
+        """Entries that each head of group ``g`` holds after ``n`` tokens."""
+        tail = n - self.tail_start(self.groups[g].sliding_window, n)
+        return self.rule.sealed(n) * int(self.kept[g]) + tail
+
+    def pages(self, n: int) -> int:
+        """Pages that a request holds once ``n`` of its tokens are stored, over all groups."""
+        tails = sum((k.end - k.first) * self.tail_pages(k.sliding_window, n) for k in self.kinds)
+        return self.rule.sealed(n) * self._window_pages + tails
+
+    def peak_pages(self, n: int, start: int = 0) -> int:
+        """Most pages a request holds on its way from ``start`` to ``n`` tokens.
+
+        Within an epoch pages only grow; when a window is sealed they may drop. So the most is
+        held at the end, or at the last token before one of the sealings on the way, of which
+        the last weighs most.
+        """
+        most = max(self.pages(n), self.pages(start))
+        s = self.rule.sealed(n)
+        if s > self.rule.sealed(start):
+            most = max(most, self.pages(self.rule.epoch_end(s - 1)))
+        # a sliding window holds a page more just before its first page falls out
+        for kind in self.kinds:
+            if kind.sliding_window is not None and n > kind.sliding_window:
+                most += kind.end - kind.first
+        return most
+
+    def capacity(self, pages: int) -> int:
+        """Longest request, in true tokens, that ``pages`` pages carry to its end."""
+        low, high = 0, 1
+        while self.peak_pages(high) <= pages:
+            low, high = high, high * 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.peak_pages(middle) <= pages else (low, middle)
+        return low
+
+    # bytes
+
+    def page_bytes(self, itemsize: int) -> int:
+        """H_p heads x (K and V) x P tokens x d."""
+        return self.per_group * 2 * self.rule.page * self.head_dim * itemsize
+
+    def total_entries(self, n: int) -> int:
+        """K/V pairs of all heads after ``n`` tokens."""
+        return sum(len(group.heads) * self.entries(g, n) for g, group in enumerate(self.groups))
+
+    def full_bytes(self, n: int, itemsize: int) -> int:
+        """Bytes of an uncompressed cache of ``n`` tokens: every token in every head."""
+        heads = sum(len(group.heads) for group in self.groups)
+        return n * heads * 2 * self.head_dim * itemsize
+
+    @property
+    def retention_held(self) -> float:
+        """Bytes of a sealed window over its uncompressed bytes; padding columns included."""
+        heads = sum(len(group.heads) for group in self.groups[: self.num_full])
+        if not heads:
+            return 1.0
+        held = int(self.kept[: self.num_full].sum()) * self.per_group
+        return held / (self.rule.window * heads)
+
+    # the page table
+
+    @cached_property
+    def sealed_slots(self) -> np.ndarray:
+        """Table entries for sealed pages per group, [G] int64."""
+        return self.rule.sealed(self.max_tokens) * self.kept // self.rule.page
+
+    @cached_property
+    def ring_slots(self) -> np.ndarray:
+        """Table entries for tail pages per group, [G] int64."""
+        return np.concatenate([np.full(k.end - k.first, k.ring, np.int64) for k in self.kinds])
+
+    @cached_property
+    def table_offset(self) -> np.ndarray:
+        """First entry of each group in a row and, last, the row's length, [G + 1] int64."""
+        return np.concatenate([[0], np.cumsum(self.sealed_slots + self.ring_slots)])
+
+    @cached_property
+    def ring_offset(self) -> np.ndarray:
+        """First ring entry of each group in a row, [G] int64."""
+        return self.table_offset[:-1] + self.sealed_slots
+
+    @cached_property
+    def _window_pages(self) -> int:
+        return int(self.kept.sum()) // self.rule.page

@@ -1,0 +1,26 @@
+"""The fields of a Hugging Face config that decide what a model's keys look like."""
+
+from typing import Any
+
+FIELDS = (
+    "architectures",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "sliding_window",
+)
+
+
+def model_config(hf_config: Any) -> dict[str, int | float | str | list[str] | None]:
+    """Those fields of ``hf_config``, with rope_theta from wherever its version keeps it."""
+    config = {name: getattr(hf_config, name, None) for name in FIELDS}
+    theta = getattr(hf_config, "rope_theta", None)
+    parameters = getattr(hf_config, "rope_parameters", None)
+    if theta is None and isinstance(parameters, dict):
+        theta = parameters.get("rope_theta")
+    config["rope_theta"] = None if theta is None else float(theta)
+    return config

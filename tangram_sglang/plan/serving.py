@@ -1,0 +1,137 @@
+"""Puts settings, plan file and model together into what serving runs with."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tangram_sglang.errors import TangramError
+from tangram_sglang.plan.file import PlanFile, check_model, load_plan
+from tangram_sglang.plan.layout import KVLayout
+from tangram_sglang.plan.model_config import model_config
+from tangram_sglang.plan.shape import ModelShape
+from tangram_sglang.plan.stats import load_query_stats
+from tangram_sglang.plan.window import WindowRule
+from tangram_sglang.score import QueryStats, Scorer, create_scorer
+from tangram_sglang.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_WINDOW = 512
+FALLBACK_SCORER = "keydiff"
+
+
+@dataclass(frozen=True, slots=True)
+class ServingPlan:
+    """The plan in force.
+
+    Attributes:
+        name: plan file, or ``uniform``.
+        retention: rho asked for.
+        scorer_name: which scorer picks tokens.
+        scorer: that scorer, or None at retention 1.0, where nothing is picked.
+        query_stats: of every full-attention KV head, if the scorer reads them.
+        layout: everything static that follows.
+    """
+
+    name: str
+    retention: float
+    scorer_name: str
+    scorer: Scorer | None
+    query_stats: QueryStats | None
+    layout: KVLayout
+
+
+def read_plan(settings: Settings, hf_config: Any) -> PlanFile | None:
+    """The plan file the user named, checked against the model, or None.
+
+    Also checks what needs no weights: windows, pages, the scorer's name.
+    """
+    _rule(settings, None)
+    if settings.scorer is not None:
+        create_scorer(settings.scorer)
+    if settings.plan is None:
+        return None
+    plan = load_plan(settings.plan)
+    check_model(plan, model_config(hf_config), settings.plan)
+    _rule(settings, plan)
+    return plan
+
+
+def serving_plan(
+    settings: Settings, hf_config: Any, shape: ModelShape, max_tokens: int, device: Any
+) -> ServingPlan:
+    """Resolve every choice; TangramError says which two do not fit together.
+
+    Args:
+        settings: the user's.
+        hf_config: the model's Hugging Face text config.
+        shape: attention layers of this rank.
+        max_tokens: longest request.
+        device: where query statistics go.
+    """
+    plan = read_plan(settings, hf_config)
+    rule = _rule(settings, plan)
+    retention = settings.retention
+    if retention is None:
+        retention = plan.calibration.retention if plan else 1.0
+    heads = shape.full_heads
+    if plan is None:
+        budgets = [retention] * len(heads)
+        if retention < 1.0:
+            logger.info("tangram: no plan given, every head keeps %.3f of a window", retention)
+    else:
+        budgets = _budgets(plan, heads, settings.plan)
+        if retention != plan.calibration.retention:
+            logger.info(
+                "tangram: budgets calibrated at retention %.3f are rescaled to %.3f",
+                plan.calibration.retention,
+                retention,
+            )
+    layout = KVLayout.build(
+        shape,
+        rule,
+        budgets=budgets,
+        retention=retention,
+        per_group=settings.group_heads,
+        grouping=settings.grouping,
+        max_tokens=max_tokens,
+    )
+    name = settings.scorer or (plan.selection.scorer if plan else FALLBACK_SCORER)
+    scorer, stats = None, None
+    if layout.compresses:
+        scorer = create_scorer(name)
+        if "query_stats" in scorer.needs:
+            stats = _stats(plan, settings, name, shape, device)
+    return ServingPlan(settings.plan or "uniform", retention, name, scorer, stats, layout)
+
+
+def _rule(settings: Settings, plan: PlanFile | None) -> WindowRule:
+    window = settings.window or (plan.calibration.window if plan else DEFAULT_WINDOW)
+    return WindowRule(window, settings.recent, settings.page, settings.sinks)
+
+
+def _budgets(plan: PlanFile, heads, path) -> list[float]:
+    layers = sorted({layer for layer, _ in heads})
+    if plan.layers != layers:
+        raise TangramError(
+            f"plan file {path}: layers is {plan.layers}, the model's full-attention layers are "
+            f"{layers}; calibrate this model"
+        )
+    if len(plan.budgets) != len(heads):
+        raise TangramError(
+            f"plan file {path}: {len(plan.budgets)} budgets, the model has {len(heads)} KV heads; "
+            "calibrate this model"
+        )
+    return list(plan.budgets)
+
+
+def _stats(plan, settings, name, shape, device) -> QueryStats:
+    if plan is None or plan.selection.stats_file is None:
+        raise TangramError(
+            f"scorer {name} reads calibrated query statistics, and "
+            + ("there is no plan" if plan is None else f"plan {settings.plan} has none")
+            + f"; give TANGRAM_PLAN a calibrated plan or set TANGRAM_SCORER={FALLBACK_SCORER}"
+        )
+    path = Path(settings.plan).parent / plan.selection.stats_file
+    return load_query_stats(path, plan.selection.stats_hash, shape, device)

@@ -1,0 +1,56 @@
+"""How a request's tokens fall into sealed windows and a raw tail (design 3).
+
+    0          W         2W    ...   sW                n
+    | window 0 | window 1 | ... | s-1 |    raw tail     |
+      sealed: K[g] entries each         one entry a token
+
+``s`` is a function of the number of tokens alone, so what is kept does not depend on how the
+tokens were scheduled.
+"""
+
+from dataclasses import dataclass
+
+from tangram_sglang.errors import TangramError
+
+
+@dataclass(frozen=True, slots=True)
+class WindowRule:
+    """W, R, P and the sinks; all in tokens."""
+
+    window: int
+    recent: int
+    page: int
+    sinks: int
+
+    def __post_init__(self):
+        if self.window % self.page:
+            raise TangramError(
+                f"window of {self.window} tokens is no multiple of the page of {self.page}: a page "
+                "must belong to one window; choose TANGRAM_WINDOW as a multiple of TANGRAM_PAGE"
+            )
+        if self.sinks > self.page:
+            raise TangramError(
+                f"{self.sinks} sinks exceed the page of {self.page} tokens, the least a head "
+                f"keeps of a window; lower TANGRAM_SINKS to {self.page} or less"
+            )
+
+    def sealed(self, n: int) -> int:
+        """Windows that the last of ``n`` tokens sees sealed.
+
+        Window j is sealed once (j+1)W + R tokens came before a query. The token that completes
+        that count still sees the window raw, so sealing runs with the token after it.
+        """
+        return max(0, (n - 1 - self.recent) // self.window)
+
+    def epoch_end(self, s: int) -> int:
+        """First position whose query sees more than ``s`` sealed windows."""
+        return (s + 1) * self.window + self.recent
+
+    def pages(self, tokens: int) -> int:
+        """Pages that ``tokens`` entries fill."""
+        return -(-tokens // self.page)
+
+    @property
+    def tail_pages(self) -> int:
+        """Most pages a raw tail takes in one group."""
+        return self.pages(self.window + self.recent)

@@ -1,0 +1,1 @@
+"""Pages, their owners and the ragged page tables; imports neither SGLang nor Triton."""

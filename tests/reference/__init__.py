@@ -1,0 +1,10 @@
+"""A slow model with a compressed past: design section 3 read literally, on Hugging Face modules.
+
+Shares no code with tangram_sglang: it takes W, R, the sinks, the kept counts and the heads of each
+group from a KVLayout as plain numbers, and does everything else by itself.
+"""
+
+from tests.reference.layout import layout_for, model_shape
+from tests.reference.run import CompressedRun
+
+__all__ = ["CompressedRun", "layout_for", "model_shape"]

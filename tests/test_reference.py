@@ -1,0 +1,350 @@
+"""The reference itself: that it is the model at retention 1.0, and design section 3 below that."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tangram_sglang.kernels.select_reference import select_reference
+from tangram_sglang.score import QueryStats, Window, create_scorer
+from tests.reference import CompressedRun, layout_for
+from tests.reference.model import sliding_window
+from tests.reference.scorers import SCORERS, select
+from tests.reference.tiny import (
+    BOS,
+    EOS,
+    VOCAB,
+    random_query_stats,
+    random_tokens,
+    save,
+    tiny_gemma3,
+    tiny_llama,
+)
+
+W, R, P, SINKS = 32, 16, 4, 3
+MODELS = {
+    "llama-HQ4-H2": tiny_llama,
+    "llama-HQ9-H3": lambda: tiny_llama(q_heads=9, kv_heads=3, layers=3, seed=1),
+    "gemma3-HQ4-H2-sliding8": tiny_gemma3,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Threads that wait for each other on a busy machine take most of the time of tiny models."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=MODELS, scope="module")
+def model(request):
+    return MODELS[request.param]()
+
+
+def layout(model, retention=0.4, recent=R, **settings):
+    """Budgets differ between heads, so that groups keep different counts."""
+    heads = sum(sliding_window(model.config, i) is None for i in range(len(model.model.layers)))
+    heads *= model.config.num_key_value_heads
+    budgets = [0.1 + 0.8 * (7 * i % heads) / heads for i in range(heads)]
+    sizes = {"window": W, "recent": recent, "page": P, "sinks": SINKS, "group_heads": 2}
+    return layout_for(model, retention=retention, budgets=budgets, **sizes, **settings)
+
+
+def run_of(model, scorer="keydiff", **settings):
+    stats = random_query_stats(model) if scorer == "expected_attention" else None
+    return CompressedRun(model, layout(model, **settings), scorer, stats)
+
+
+def hf_logits(model, tokens):
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0]
+
+
+def largest_gap(a, b):
+    return (a - b).abs().max().item()
+
+
+# the model
+
+
+def test_retention_1_is_the_model(model):
+    tokens = random_tokens(3 * W + R + 5)
+    run = run_of(model, retention=1.0)
+    assert largest_gap(run.extend(tokens), hf_logits(model, tokens)) < 1e-4
+    assert all(kept == list(range(j * W, j * W + W)) for (_, _, j), kept in run.kept.items())
+
+
+def test_gemma3_prompt_shorter_than_a_window():
+    model = tiny_gemma3(sliding_window=8)
+    tokens = random_tokens(21)
+    assert largest_gap(run_of(model).extend(tokens), hf_logits(model, tokens)) < 1e-4
+
+
+def test_greedy_at_retention_1_is_the_models(model):
+    tokens = random_tokens(W + 3)
+    generated = model.generate(
+        torch.tensor([tokens]), max_new_tokens=40, min_new_tokens=40, do_sample=False
+    )
+    # generate() bars the end of text until min_new_tokens
+    expected = generated[0, len(tokens) :].tolist()
+    assert EOS not in (got := run_of(model, retention=1.0).greedy(tokens, 40))
+    assert got == expected
+
+
+# section 3
+
+
+@pytest.mark.parametrize("scorer", SCORERS)
+def test_one_pass_with_masks_written_from_the_kept_sets(model, scorer):
+    """HF's own layers and attention, all tokens at once, each query with its own mask."""
+    tokens = random_tokens(4 * W + R + 7)
+    run = run_of(model, scorer)
+    logits = run.extend(tokens)
+    assert largest_gap(logits, _one_pass(model, run, tokens)) < 1e-4
+    assert largest_gap(logits, hf_logits(model, tokens)) > 0.1
+
+
+def _one_pass(model, run, tokens):
+    config, decoder = model.config, model.model
+    n = len(tokens)
+    positions = torch.arange(n)[None]
+    ratio = config.num_attention_heads // config.num_key_value_heads
+    with torch.no_grad():
+        x = decoder.embed_tokens(torch.tensor([tokens]))
+        for i, layer in enumerate(decoder.layers):
+            kind = (config.layer_types[i],) if config.model_type == "gemma3_text" else ()
+            mask = torch.full((1, config.num_attention_heads, n, n), -torch.inf)
+            for head in range(config.num_attention_heads):
+                for p in range(n):
+                    seen = _seen(run, sliding_window(config, i), i, head // ratio, p)
+                    mask[0, head, p, seen] = 0.0
+            rotary = decoder.rotary_emb(x, positions, *kind)
+            x = layer(x, attention_mask=mask, position_embeddings=rotary)
+        return model.lm_head(decoder.norm(x))[0]
+
+
+def _seen(run, window, layer, kv_head, p):
+    if window is not None:
+        return [t for t in range(p + 1) if p - t < window]
+    j = (p - R) // W if p >= R else 0
+    kept = [t for i in range(j) for t in run.kept[layer, kv_head, i]]
+    return kept + list(range(j * W, p + 1))
+
+
+def test_kept_counts_and_sinks(model):
+    n = 3 * W + R + 1
+    run = run_of(model)
+    run.extend(random_tokens(n))
+    plan = layout(model)
+    assert plan.rule.sealed(n) == 3
+    full = [head for head in plan.place if plan.groups[plan.place[head][0]].sliding_window is None]
+    assert set(run.kept) == set(run.scores) == {(*x, j) for x in full for j in range(3)}
+    assert len({len(kept) for kept in run.kept.values()}) > 1, "all heads keep the same"
+    for (layer, head, j), kept in run.kept.items():
+        assert len(kept) == plan.kept[plan.place[layer, head][0]]
+        assert kept == sorted(set(kept))
+        assert j * W <= kept[0] and kept[-1] < (j + 1) * W
+        assert j > 0 or kept[:SINKS] == list(range(SINKS))
+
+
+@pytest.mark.parametrize("n, sealed", [(W + R, 0), (W + R + 1, 1), (2 * W + R, 1)])
+def test_a_window_is_sealed_with_the_token_after_the_border(n, sealed):
+    run = run_of(tiny_llama())
+    run.extend(random_tokens(n))
+    assert Counter(j for _, _, j in run.kept) == Counter(dict.fromkeys(range(sealed), 4))
+    assert layout(tiny_llama()).rule.sealed(n) == sealed
+
+
+def test_queries_up_to_the_border_see_raw_tokens(model):
+    tokens = random_tokens(W + R + 20)
+    gap = (run_of(model).extend(tokens) - hf_logits(model, tokens)).abs().amax(dim=1)
+    assert gap[: W + R].max() < 1e-4
+    assert gap[W + R] > 1e-2
+
+
+def test_moving_the_border_by_one_moves_the_first_logits_that_differ(model):
+    tokens = random_tokens(W + R + 4)
+    here, earlier = (run_of(model, recent=r).extend(tokens) for r in (R, R - 1))
+    gap = (here - earlier).abs().amax(dim=1)
+    assert gap[: W + R - 1].max() == 0.0
+    assert gap[W + R - 1] > 1e-2
+
+
+@pytest.mark.parametrize("scorer", ["keydiff", "expected_attention"])
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        pytest.param([1] * (2 * W + R + 2), id="one-by-one"),
+        pytest.param([W + R, 1, W - 1, 1, W], id="at-the-borders"),
+        pytest.param([7, 0, 100, 13, 1, 1, 29], id="odd"),
+    ],
+)
+def test_pieces_give_the_same_state(model, scorer, pieces):
+    tokens = random_tokens(sum(pieces), seed=3)
+    whole, parts = run_of(model, scorer), run_of(model, scorer)
+    expected = whole.extend(tokens)
+    rest, logits = tokens, []
+    for size in pieces:
+        logits.append(parts.extend(rest[:size]))
+        rest = rest[size:]
+    assert parts.tokens == whole.tokens == tokens
+    assert parts.kept == whole.kept
+    # one row at a time and many rows at once round differently
+    assert largest_gap(torch.cat(logits), expected) < 1e-4
+    for key, scores in whole.scores.items():
+        torch.testing.assert_close(parts.scores[key], scores, atol=1e-5, rtol=1e-5)
+
+
+def test_greedy_goes_on_over_turns(model):
+    run = run_of(model, "expected_attention")
+    turns = [random_tokens(n, seed=n) for n in (W + 9, 5, 21)]
+    answers = [run.greedy(turn, 20) for turn in turns]
+    tokens = [t for turn, answer in zip(turns, answers, strict=True) for t in [*turn, *answer]]
+    assert run.tokens == tokens
+
+    again = run_of(model, "expected_attention")
+    best = again.extend(tokens).argmax(dim=-1).tolist()
+    assert again.kept == run.kept
+    end = 0
+    for turn, answer in zip(turns, answers, strict=True):
+        start, end = end + len(turn), end + len(turn) + len(answer)
+        assert best[start - 1 : end - 1] == answer
+
+
+def test_per_layer_groups():
+    model = tiny_llama()
+    run = run_of(model, grouping="layer")
+    run.extend(random_tokens(W + R + 1))
+    plan = layout(model, grouping="layer")
+    for (layer, head, _), kept in run.kept.items():
+        assert len(kept) == plan.groups[plan.place[layer, head][0]].kept
+
+
+def test_what_it_refuses():
+    model = tiny_llama()
+    with pytest.raises(ValueError, match="query_stats"):
+        CompressedRun(model, layout(model), "expected_attention")
+    with pytest.raises(ValueError, match="float32"):
+        CompressedRun(tiny_llama().bfloat16(), layout(model), "keydiff")
+
+
+# scorers
+
+
+def _window(heads=3, tokens=37, dim=16, start=64, sinks=0, stats=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    k, v = torch.randn(2, heads, tokens, dim, generator=generator)
+    # a common direction, as keys have
+    k += 2 * torch.randn(heads, 1, dim, generator=generator)
+    return Window(k, v, start, torch.arange(heads), sinks, stats)
+
+
+def _stats(rotary_dim, heads=3, ratio=3, dim=16, rank=2, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    inv_freq = 100.0 ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+    return QueryStats(
+        mean=torch.randn(heads, ratio, dim, generator=generator),
+        factor=torch.randn(heads, ratio, dim, rank, generator=generator),
+        diagonal=torch.rand(heads, ratio, dim, generator=generator),
+        # slow enough, and not alike in the heads, that the mean rotation does not vanish
+        inv_freq=inv_freq * torch.tensor([[0.01], [0.02], [0.05]], dtype=torch.float64)[:heads],
+        scaling=torch.rand(heads, generator=generator) / 4,
+    )
+
+
+@pytest.mark.parametrize("start, sinks", [(0, 4), (0, 0), (64, 0), (3700, 0)])
+@pytest.mark.parametrize(
+    "name, stats",
+    [
+        pytest.param("keydiff", None, id="keydiff"),
+        pytest.param("streaming", None, id="streaming"),
+        pytest.param("random", None, id="random"),
+        pytest.param("expected_attention", _stats(16), id="expected_attention-rotary16"),
+        pytest.param("expected_attention", _stats(6), id="expected_attention-rotary6"),
+    ],
+)
+def test_scorers_agree_with_the_package(name, stats, start, sinks):
+    window = _window(start=start, sinks=sinks, stats=stats)
+    theirs = create_scorer(name).score(window)
+    assert theirs.std(dim=1).min() > 1e-3
+    for head in range(3):
+        k, v = window.k[head], window.v[head]
+        mine = SCORERS[name](k, v, start, sinks, head, stats)
+        assert mine.dtype == torch.float32
+        # sinks are kept anyway; some scorers score them, some do not
+        torch.testing.assert_close(mine[sinks:], theirs[head, sinks:], atol=1e-5, rtol=1e-5)
+
+
+def test_expected_attention_is_the_mean_over_drawn_queries():
+    """The closed form against its meaning: E[exp(a q.k)] over normal queries, turned on average."""
+    stats, draws = _stats(16, ratio=1, heads=1), 400_000
+    window = _window(heads=1, tokens=9, stats=stats)
+    generator = torch.Generator().manual_seed(1)
+    factor = stats.factor[0, 0] @ torch.randn(2, draws, generator=generator)
+    noise = stats.diagonal[0, 0, :, None].sqrt() * torch.randn(16, draws, generator=generator)
+    q = (stats.mean[0, 0, :, None] + factor + noise).double()
+    # the mean of the rotated queries, by complex numbers: (x_i + i x_{i+8}) e^{i t w}
+    t = torch.arange(64 + 9, 64 + 9 + 512, dtype=torch.float64)
+    turn = torch.exp(1j * t * stats.inv_freq[0, :, None]).mean(dim=1, keepdim=True)
+    turned = torch.complex(q[:8], q[8:]) * turn
+    q = torch.cat([turned.real, turned.imag])
+    weight = (window.k[0].double() @ q * stats.scaling[0]).exp().mean(dim=1)
+    expected = weight / weight.sum() * window.v[0].norm(dim=1)
+    mine = SCORERS["expected_attention"](window.k[0], window.v[0], 64, 0, 0, stats)
+    torch.testing.assert_close(mine.double(), expected, rtol=0.05, atol=0)
+
+
+def test_select():
+    scores = torch.tensor([0.0, 5.0, 1.0, 5.0, 5.0, -2.0, 9.0, 1.0])
+    assert select(scores, 3, 0) == [1, 3, 6]
+    assert select(scores, 5, 0) == [1, 2, 3, 4, 6]
+    assert select(scores, 3, 1) == [0, 1, 6]
+    assert select(scores, 2, 2) == [0, 1]
+    assert select(scores, 8, 0) == list(range(8))
+    with pytest.raises(ValueError, match="NaN"):
+        select(torch.tensor([1.0, torch.nan]), 1, 0)
+
+
+def test_select_agrees_with_the_package_on_ties():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(0, 5, (6, 37), generator=generator).float()
+    for kept, sinks in ((1, 0), (4, 4), (17, 3), (37, 0)):
+        theirs = select_reference(scores, kept, sinks).tolist()
+        assert [select(row, kept, sinks) for row in scores] == theirs
+
+
+# the folders that other tests serve
+
+
+@pytest.mark.parametrize(
+    "make, architecture",
+    [(tiny_llama, "LlamaForCausalLM"), (tiny_gemma3, "Gemma3ForCausalLM")],
+    ids=["llama", "gemma3"],
+)
+def test_saved_folder(make, architecture, tmp_path):
+    model = make(seed=7)
+    folder = save(model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == [architecture]
+    assert (config["vocab_size"], config["max_position_embeddings"]) == (VOCAB, 4096)
+    assert (config["bos_token_id"], config["eos_token_id"]) == (BOS, EOS)
+    assert config["dtype"] == "float32"
+    loaded = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    tokens = random_tokens(30)
+    assert torch.equal(hf_logits(loaded, tokens), hf_logits(model, tokens))
+    assert torch.equal(hf_logits(make(seed=7), tokens), hf_logits(model, tokens))
+    assert not torch.equal(hf_logits(make(seed=8), tokens), hf_logits(model, tokens))
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer) == VOCAB and tokenizer.eos_token_id == EOS
+    assert tokenizer("w8 w255 w17").input_ids == [8, 255, 17]
+    assert tokenizer.decode([8, 255, 17]) == "w8 w255 w17"
+    chat = [{"role": "user", "content": "w9 w10"}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    assert ids == tokenizer.convert_tokens_to_ids(
+        ["<s>", "<|user|>", "w9", "w10", "<|end|>", "<|assistant|>"]
+    )
