@@ -12,7 +12,7 @@ from safetensors.torch import save
 from tangram_sglang.calib.observations import Queries
 from tangram_sglang.errors import TangramError
 
-ROUNDS = 50
+ROUNDS = 10
 FP16_MAX = torch.finfo(torch.float16).max
 
 

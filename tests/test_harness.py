@@ -89,7 +89,9 @@ def test_logprobs_equal_hugging_face(hf, model):
     request = Req(prompt, rid="a", max_new_tokens=6, logprobs=True, top_logprobs=3)
     out = run_scenario(model, [request])["a"]
     with torch.no_grad():
-        logits = hf(input_ids=torch.tensor([prompt + out.output_ids])).logits[0, len(prompt) - 1 : -1]
+        logits = hf(input_ids=torch.tensor([prompt + out.output_ids])).logits[
+            0, len(prompt) - 1 : -1
+        ]
     want = logits.log_softmax(-1)
     got = torch.tensor(out.logprobs)
     torch.testing.assert_close(got, want.max(-1).values, atol=1e-4, rtol=0)
@@ -120,7 +122,9 @@ def test_end_of_text_and_stop_tokens(hf, model):
     result = run_scenario(
         model,
         [
-            Req(prompt, rid="stop", max_new_tokens=12, ignore_eos=False, stop_token_ids=(plain[3],)),
+            Req(
+                prompt, rid="stop", max_new_tokens=12, ignore_eos=False, stop_token_ids=(plain[3],)
+            ),
             Req(prompt, rid="free", max_new_tokens=12),
         ],
     )
@@ -270,7 +274,7 @@ def pause_for_good(control):
 FAILURES = [
     pytest.param(raise_at_3, ScenarioFailed, "run.*raise_at_3.*KeyError: 'planned'", id="raises"),
     pytest.param(exit_at_3, ScenarioDied, "exit code 7 .*Prefill batch", id="dies"),
-    pytest.param(sleep_at_3, ScenarioTimeout, "after 6 s.*in sleep_at_3", id="hangs"),
+    pytest.param(sleep_at_3, ScenarioTimeout, "after 12 s.*in sleep_at_3", id="hangs"),
     pytest.param(leak_a_token, ScenarioFailed, "run.*pool memory leak detected", id="leaks"),
     pytest.param(pause_for_good, ScenarioFailed, r"no end in sight.*\['a'\]", id="stalls"),
 ]
@@ -279,7 +283,7 @@ FAILURES = [
 @pytest.mark.parametrize(("on_step", "error", "message"), FAILURES)
 def test_a_failure_says_what_and_where(model, on_step, error, message):
     with pytest.raises(error, match=f"(?s){message}"):
-        run_scenario(model, [Req([9, 8, 7], rid="a")], on_step=on_step, timeout_s=6)
+        run_scenario(model, [Req([9, 8, 7], rid="a")], on_step=on_step, timeout_s=12)
 
 
 BAD_ARGUMENTS = [

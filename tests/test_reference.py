@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from tangram_sglang.kernels.select_reference import select_reference
 from tangram_sglang.score import QueryStats, Window, create_scorer
@@ -100,31 +100,49 @@ def test_greedy_at_retention_1_is_the_models(model):
 
 @pytest.mark.parametrize("scorer", SCORERS)
 def test_one_pass_with_masks_written_from_the_kept_sets(model, scorer):
-    """HF's own layers and attention, all tokens at once, each query with its own mask."""
-    tokens = random_tokens(4 * W + R + 7)
+    """HF's own layers, attention and cache, all tokens at once, each query with its own mask.
+
+    Then the windows are scored and chosen once more, by the package, from HF's cache.
+    """
+    tokens = random_tokens(2 * W + R + 7)
     run = run_of(model, scorer)
     logits = run.extend(tokens)
-    assert largest_gap(logits, _one_pass(model, run, tokens)) < 1e-4
+    expected, cache = _one_pass(model, run, tokens)
+    assert largest_gap(logits, expected) < 1e-4
     assert largest_gap(logits, hf_logits(model, tokens)) > 0.1
+
+    heads = list(dict.fromkeys((layer, head) for layer, head, _ in sorted(run.kept)))
+    stats = random_query_stats(model)
+    for (layer, head, j), kept in run.kept.items():
+        start, sinks = j * W, SINKS if j == 0 else 0
+        index = torch.tensor([heads.index((layer, head))])
+        k, v = (x[:, head, start : start + W] for x in (cache[layer].keys, cache[layer].values))
+        window = Window(k, v, start, index, sinks, stats.select(index))
+        theirs = create_scorer(scorer).score(window)
+        scores = run.scores[layer, head, j]
+        torch.testing.assert_close(scores[sinks:], theirs[0, sinks:], atol=1e-5, rtol=1e-5)
+        assert kept == (select_reference(scores[None], len(kept), sinks)[0] + start).tolist()
 
 
 def _one_pass(model, run, tokens):
+    """Logits, and K and V of every layer."""
     config, decoder = model.config, model.model
     n = len(tokens)
     positions = torch.arange(n)[None]
     ratio = config.num_attention_heads // config.num_key_value_heads
+    cache = DynamicCache()
     with torch.no_grad():
         x = decoder.embed_tokens(torch.tensor([tokens]))
         for i, layer in enumerate(decoder.layers):
             kind = (config.layer_types[i],) if config.model_type == "gemma3_text" else ()
             mask = torch.full((1, config.num_attention_heads, n, n), -torch.inf)
-            for head in range(config.num_attention_heads):
+            for head in range(config.num_key_value_heads):
                 for p in range(n):
-                    seen = _seen(run, sliding_window(config, i), i, head // ratio, p)
-                    mask[0, head, p, seen] = 0.0
+                    seen = _seen(run, sliding_window(config, i), i, head, p)
+                    mask[0, head * ratio : (head + 1) * ratio, p, seen] = 0.0
             rotary = decoder.rotary_emb(x, positions, *kind)
-            x = layer(x, attention_mask=mask, position_embeddings=rotary)
-        return model.lm_head(decoder.norm(x))[0]
+            x = layer(x, attention_mask=mask, position_embeddings=rotary, past_key_values=cache)
+        return model.lm_head(decoder.norm(x))[0], cache.layers
 
 
 def _seen(run, window, layer, kv_head, p):

@@ -34,10 +34,10 @@ class TangramAttentionBackend(AttentionBackend):
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.observer = observer
-        self.compressor = Compressor(self.token_to_kv_pool)
         self.layers, self.kinds = head_tables(self.token_to_kv_pool.plan.layout, self.device)
         # on a CPU the device's table is the host's
         self.table = torch.from_numpy(self.token_to_kv_pool.rows.table)
+        self.compressor = Compressor(self.token_to_kv_pool, self.table)
         self._batch: list[PrefillRow] | list[DecodeRow] = []
 
     def support_triton(self) -> bool:

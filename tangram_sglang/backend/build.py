@@ -75,6 +75,7 @@ def build_kv_pool(kvc: Any, max_tokens: int, req_pool: TangramReqToTokenPool) ->
     plan = plan_of(kvc)
     pool = TangramKVPool(
         plan,
+        size=max_tokens,
         num_pages=plan.layout.peak_pages(max_tokens),
         max_rows=req_pool.size,
         dtype=kvc.kv_cache_dtype,

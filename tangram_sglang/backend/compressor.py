@@ -5,22 +5,28 @@ import torch
 from tangram_sglang.backend.heads import alike
 from tangram_sglang.backend.kv_pool import TangramKVPool
 from tangram_sglang.kernels.select_reference import select_reference
-from tangram_sglang.kernels.slots_reference import page_rows
+from tangram_sglang.kernels.slots_reference import column_rows, page_rows
 from tangram_sglang.score import Window
 
 
 class Compressor:
-    """Sealing over one pool; called on the forward stream only."""
+    """Sealing over one pool; called on the forward stream only.
 
-    def __init__(self, pool: TangramKVPool):
+    Args:
+        pool: pages and plan.
+        table: [rows, E] int32, the page table on the device.
+    """
+
+    def __init__(self, pool: TangramKVPool, table: torch.Tensor):
         self._pool = pool
+        self._table = table
         self._plan = pool.plan
         self._layout = pool.plan.layout
         self._offset = torch.from_numpy(self._layout.table_offset).to(pool.device)
 
     def seal(
         self,
-        table: torch.Tensor,
+        row: int,
         window: int,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -31,7 +37,7 @@ class Compressor:
         """Seal one window in some heads of full-attention layers.
 
         Args:
-            table: [E] int32, the request's row of the page table; names the window's pages.
+            row: the request's row of the page table, which names the window's pages.
             window: j; its tokens are jW..(j+1)W.
             k, v: [H, W, D], every token of the window.
             heads: [H] int64 in global head order.
@@ -48,7 +54,7 @@ class Compressor:
                 offsets = torch.arange(count, device=k.device).expand(len(mine), -1)
             else:
                 offsets = select_reference(scores[mine], count, sinks)
-            rows = self._rows(table, window, count, groups[mine], columns[mine])
+            rows = self._rows(row, window, count, groups[mine], columns[mine])
             at = offsets[..., None].expand(-1, -1, k.shape[-1])
             self._pool.flat[rows] = k[mine].gather(1, at)
             self._pool.flat[rows + self._layout.rule.page] = v[mine].gather(1, at)
@@ -73,10 +79,10 @@ class Compressor:
     def _sinks(self, window: int) -> int:
         return self._layout.rule.sinks if window == 0 else 0
 
-    def _rows(self, table, window, count, groups, columns) -> torch.Tensor:
+    def _rows(self, row, window, count, groups, columns) -> torch.Tensor:
         """Pool rows of the window's K entries in each head, [h, K]."""
         page = self._layout.rule.page
         pages = count // page
-        entry = self._offset[groups][:, None] + torch.arange(pages, device=table.device)
-        rows = page_rows(table[entry + window * pages], self._layout.per_group, page)
-        return rows + columns[:, None] * (2 * page)
+        entry = self._offset[groups][:, None] + torch.arange(pages, device=groups.device)
+        rows = page_rows(self._table[row, entry + window * pages], self._layout.per_group, page)
+        return column_rows(rows, columns, page)

@@ -31,7 +31,7 @@ class DecodeRow:
         self._layout = layout = backend.token_to_kv_pool.plan.layout
         table = backend.table[step.row]
         if tail is not None:
-            self._seal(table, step, tail)
+            self._seal(step, tail)
         self._rows, self._lengths = [], []
         for heads in backend.kinds:
             start = layout.tail_start(heads.kind.sliding_window, step.n1)
@@ -69,12 +69,12 @@ class DecodeRow:
             rows, lengths = rows[:, -seen:], lengths.clamp(max=seen)
         return decode_reference(q[0], pool, rows, lengths, page, layer.scaling)[None]
 
-    def _seal(self, table: torch.Tensor, step: Step, tail: Tail) -> None:
+    def _seal(self, step: Step, tail: Tail) -> None:
         window = self._layout.rule.window
         for i, heads in enumerate(self._backend.kinds):
             if heads.kind.sliding_window is None:
-                everyone = torch.arange(len(heads.groups), device=table.device)
+                everyone = torch.arange(len(heads.groups), device=heads.groups.device)
                 k, v = tail.k[i][:, :window], tail.v[i][:, :window]
                 self._backend.compressor.seal(
-                    table, step.s0, k, v, everyone, heads.groups, heads.columns
+                    step.row, step.s0, k, v, everyone, heads.groups, heads.columns
                 )

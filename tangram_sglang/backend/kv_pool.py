@@ -12,13 +12,14 @@ class TangramKVPool(KVCache):
     """Pages ``[pages + 1, H_p, K and V, P, D]`` and their host-side books.
 
     Page 0 is the dummy. ``size`` is the capacity in true tokens: the longest request that the
-    pages carry to its end.
+    pages carry to its end, or less where the user capped it.
     """
 
     def __init__(
         self,
         plan: ServingPlan,
         *,
+        size: int,
         num_pages: int,
         max_rows: int,
         dtype: torch.dtype,
@@ -28,7 +29,7 @@ class TangramKVPool(KVCache):
     ):
         layout = plan.layout
         super().__init__(
-            size=layout.capacity(num_pages),
+            size=size,
             page_size=1,
             dtype=dtype,
             layer_num=layer_num,

@@ -61,7 +61,7 @@ class PrefillRow:
             if self._backend.observer is not None:
                 self._backend.observer.window(layer_id, window * size, k, v)
             self._backend.compressor.seal(
-                self._table, window, k, v, heads, mine.groups, mine.columns
+                self._step.row, window, k, v, heads, mine.groups, mine.columns
             )
 
     def _full(self, q, mine: LayerHeads, raw_k, raw_v, raw_start, scaling) -> torch.Tensor:

@@ -56,9 +56,7 @@ def resolve(model_path: str, server_args: dict[str, Any], instance_id: str):
             raise _StopBeforeProcesses(server_args, port_args)
 
     load_plugins()
-    args = prepare_server_args(
-        command_line({"model_path": model_path, **CPU_ARGS, **server_args})
-    )
+    args = prepare_server_args(command_line({"model_path": model_path, **CPU_ARGS, **server_args}))
     try:
         Launcher._launch_subprocesses(
             server_args=args,
@@ -79,6 +77,8 @@ def build_scheduler(server_args, port_args):
     from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
 
     rank = spawn_world_rank(server_args, tp_rank=0, pp_rank=0)
-    publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=0))
+    publish(
+        server_args, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=0)
+    )
     module.configure_scheduler_process(server_args, 0)
     return module.Scheduler(server_args, port_args)

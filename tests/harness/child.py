@@ -21,20 +21,17 @@ from tests.harness.scenario import Result, Scenario
 def main(job: bytes, name: str, log_path: str, env: dict, writer) -> None:
     """Entry of the child process; sends ("ok", Result) or ("error", ...) and leaves at once."""
     _redirect_output(log_path)
-    stage = ["preload"]
+    stage = ["functions"]
     try:
         _apply_env(env)
-        from tests.harness import preload
-
-        if preload.ERROR:
-            raise RuntimeError(f"the fork server could not load SGLang:\n{preload.ERROR}")
-        stage[0] = "unpickle"
         answer = ("ok", _run(pickle.loads(job), stage))
         stage[0] = "result"
         payload = pickle.dumps(answer)
     except BaseException as e:
         # SystemExit is argparse's; its message went to the log
-        payload = pickle.dumps(("error", stage[0], type(e).__name__, str(e), traceback.format_exc()))
+        payload = pickle.dumps(
+            ("error", stage[0], type(e).__name__, str(e), traceback.format_exc())
+        )
     sys.stdout.flush()
     sys.stderr.flush()
     # semaphores are named system-wide; gloo, zmq and SGLang's threads need no teardown
@@ -43,12 +40,19 @@ def main(job: bytes, name: str, log_path: str, env: dict, writer) -> None:
     os._exit(0)
 
 
+def report_preload(writer) -> None:
+    """Entry of the first child: says whether the fork server has what the others need."""
+    from tests.harness import preload
+
+    writer.send(preload.ERROR)
+
+
 def _redirect_output(log_path):
     fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     # the parent asks for the stacks with SIGUSR1 before it kills a child
-    faulthandler.register(signal.SIGUSR1, file=open(log_path, "a"), all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=fd, all_threads=True)
 
 
 def _apply_env(env):
@@ -62,7 +66,6 @@ def _apply_env(env):
 def _run(scenario: Scenario, stage: list[str]) -> Result:
     import torch
 
-    from sglang.srt.managers.load_snapshot import shm_path_for
     from tests.harness import boot
     from tests.harness.driver import Driver
 
@@ -71,30 +74,26 @@ def _run(scenario: Scenario, stage: list[str]) -> Result:
     tempfile.tempdir = scenario.scratch
     torch.set_num_threads(scenario.threads)
     started = time.monotonic()
-    try:
-        stage[0] = "arguments"
-        args, ports = boot.resolve(scenario.model_path, scenario.server_args, scenario.name)
-        stage[0] = "build"
-        scheduler = boot.build_scheduler(args, ports)
-        booted = time.monotonic()
-        stage[0] = "run"
-        driver = Driver(
-            scheduler,
-            scenario.requests,
-            scenario.on_step,
-            scenario.script,
-            scenario.max_steps,
-            scenario.max_stall,
-        )
-        scheduler.run_event_loop()
-        if scenario.idle_check:
-            stage[0] = "idle check"
-            idle_check(scheduler)
-        stage[0] = "collect"
-        collected = scenario.collect(scheduler) if scenario.collect else None
-    finally:
-        if os.path.exists(shm := shm_path_for(scenario.name)):
-            os.unlink(shm)
+    stage[0] = "arguments"
+    args, ports = boot.resolve(scenario.model_path, scenario.server_args, scenario.name)
+    stage[0] = "build"
+    scheduler = boot.build_scheduler(args, ports)
+    booted = time.monotonic()
+    stage[0] = "run"
+    driver = Driver(
+        scheduler,
+        scenario.requests,
+        scenario.on_step,
+        scenario.script,
+        scenario.max_steps,
+        scenario.max_stall,
+    )
+    scheduler.run_event_loop()
+    if scenario.idle_check:
+        stage[0] = "idle check"
+        idle_check(scheduler)
+    stage[0] = "collect"
+    collected = scenario.collect(scheduler) if scenario.collect else None
     return Result(
         outputs=driver.outputs,
         collected=collected,

@@ -81,7 +81,9 @@ class Driver:
                 step=self.index,
                 mode=mode.name.lower(),
                 rids=tuple(r.rid for r in batch.reqs),
-                prefix_lens=tuple((batch.seq_lens_cpu - 1).tolist() if decode else batch.prefix_lens),
+                prefix_lens=tuple(
+                    (batch.seq_lens_cpu - 1).tolist() if decode else batch.prefix_lens
+                ),
                 new_tokens=tuple(one if decode else batch.extend_lens),
                 chunked_rid=chunked.rid if chunked is not None else None,
             )

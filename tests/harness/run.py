@@ -1,6 +1,7 @@
 """The test's side: starts the fork server once, one child a scenario, waits, and reads the answer."""
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import pickle
@@ -20,6 +21,7 @@ from tests.harness.scenario import (
     Result,
     Scenario,
     ScenarioDied,
+    ScenarioError,
     ScenarioFailed,
     ScenarioTimeout,
 )
@@ -34,6 +36,7 @@ BASE_ENV = {
     # threads that wait must not spin: the test process and other jobs want the cores
     "OMP_WAIT_POLICY": "passive",
 }
+LOAD_TIMEOUT_S = 300
 # what an error message shows of the child's log
 LOG_TAIL, LOG_LINE = 40, 300
 
@@ -66,6 +69,8 @@ def run_scenario(
     fresh: a new interpreter instead of a fork, for what SGLang reads while it is imported; +12 s.
     Raises ScenarioFailed, ScenarioDied or ScenarioTimeout.
     """
+    if not fresh:
+        load_sglang()
     started = time.monotonic()
     name = f"tg{uuid.uuid4().hex[:10]}"
     scratch = tempfile.mkdtemp(prefix=f"{name}-", dir="/tmp")  # short: it holds socket names
@@ -74,7 +79,6 @@ def run_scenario(
         model_path=str(model_path),
         requests=list(requests),
         server_args={"disable_overlap_schedule": not overlap, **(server_args or {})},
-        env={},
         on_step=on_step,
         script=script,
         collect=collect,
@@ -92,6 +96,8 @@ def run_scenario(
         log = Path(log_path).read_text(errors="replace")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+        for snapshot in Path("/dev/shm").glob(f"sglang_loads_{name}_*"):
+            snapshot.unlink(missing_ok=True)
     answer = pickle.loads(payload)
     if answer[0] == "error":
         _, stage, error_type, error, trace = answer
@@ -107,6 +113,30 @@ def run_scenario(
     return result
 
 
+@functools.cache
+def load_sglang() -> float:
+    """Start the fork server and wait until it has SGLang; returns the seconds (10 to 40).
+
+    Once per test session, and no part of the time or the time limit of a scenario.
+    """
+    started = time.monotonic()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.harness.preload"])
+    reader, writer = context.Pipe(duplex=False)
+    with _start_environment():
+        process = context.Process(target=child.report_preload, args=(writer,), daemon=True)
+        process.start()
+    writer.close()
+    # whatever happens to the fork server closes the pipe
+    error = reader.recv() if reader.poll(LOAD_TIMEOUT_S) else "no answer in time"
+    process.join(10)
+    if error:
+        raise ScenarioError(f"the fork server could not load SGLang:\n{error}")
+    seconds = time.monotonic() - started
+    print(f"fork server has loaded SGLang in {seconds:.1f} s")
+    return seconds
+
+
 def _child_env(env):
     """Over the environment of the fork server, which holds nothing of TANGRAM_* and SGLANG_*."""
     ours = {k: v for k, v in os.environ.items() if k.startswith(("TANGRAM_", "SGLANG_"))}
@@ -120,8 +150,6 @@ def _run_child(job, name, log_path, env, timeout_s, fresh) -> bytes:
         target=child.main, args=(job, name, log_path, env, writer), name=name, daemon=True
     )
     with _start_environment():
-        if not fresh:
-            context.set_forkserver_preload(["tests.harness.preload"])
         process.start()
     writer.close()
     try:

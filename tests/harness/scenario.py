@@ -99,7 +99,6 @@ class Scenario:
     model_path: str
     requests: list[Req]
     server_args: dict[str, Any]
-    env: dict[str, str | None]
     on_step: Callable | None
     script: Callable | None
     collect: Callable | None
@@ -119,7 +118,7 @@ class ScenarioError(RuntimeError):
 
 
 class ScenarioFailed(ScenarioError):
-    """The child raised. ``stage``: preload, arguments, build, run, idle check, collect or result."""
+    """The child raised. ``stage``: functions, arguments, build, run, idle check, collect or result."""
 
     def __init__(self, message, log, stage, error_type, error):
         super().__init__(message, log)
