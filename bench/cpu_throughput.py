@@ -11,6 +11,7 @@ import argparse
 import csv
 import datetime
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -277,6 +278,8 @@ def main() -> int:
     if size.prompt_tokens > len(tokens):
         say(f"error: --prompt-tokens {size.prompt_tokens}: expected at most {len(tokens)}")
         return 2
+    if (load := os.getloadavg()[0]) > 0.5:
+        say(f"warning: other work keeps {load:.1f} processes busy here; these figures will be noisy")
     variants = [Variant(BASELINE), *(Variant("tangram", share) for share in size.retention)]
     results = {variant: run_variant(variant, tokens, size) for variant in variants}
     print(table(results))

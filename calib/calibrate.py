@@ -6,7 +6,7 @@ Knows the server by its URL and the folder it writes to; who starts it is the ca
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,23 +56,20 @@ class Recipe:
     corpus_hash: str
 
 
-def feed(url: str, prompts: Iterable[Sequence[int]]) -> None:
-    """Send each prompt, as token ids, to the server at ``url`` and have one token generated."""
+def feed(url: str, prompt: Sequence[int]) -> None:
+    """Send ``prompt``, token ids, to the server at ``url`` and have one token generated."""
+    sampling = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
+    body = json.dumps({"input_ids": list(prompt), "sampling_params": sampling}).encode()
+    request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
     # a proxy for the outside world cannot reach the loopback interface
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    sampling = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
-    for prompt in prompts:
-        body = json.dumps({"input_ids": list(prompt), "sampling_params": sampling}).encode()
-        request = urllib.request.Request(
-            f"{url}/generate", body, {"Content-Type": "application/json"}
-        )
-        try:
-            with opener.open(request, timeout=PROMPT_TIMEOUT_S) as answer:
-                answer.read()
-        except urllib.error.HTTPError as error:
-            raise TangramError(
-                f"the server refused a prompt of {len(prompt)} tokens: {error.read().decode()}"
-            ) from None
+    try:
+        with opener.open(request, timeout=PROMPT_TIMEOUT_S) as answer:
+            answer.read()
+    except urllib.error.HTTPError as error:
+        raise TangramError(
+            f"the server refused a prompt of {len(prompt)} tokens: {error.read().decode()}"
+        ) from None
 
 
 def write_plans(

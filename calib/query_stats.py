@@ -31,7 +31,9 @@ def save_query_stats(queries: Queries, rank: int, path: Path) -> str:
 def query_statistics(queries: Queries, rank: int) -> dict[str, torch.Tensor]:
     """mean [H, r, D], factor [H, r, D, rank], diagonal [H, r, D], inv_freq [H, F]; all fp64."""
     if queries.count < 2:
-        raise TangramError(f"{queries.count} queries were observed; no covariance follows from that")
+        raise TangramError(
+            f"{queries.count} queries were observed; no covariance follows from that"
+        )
     mean = torch.from_numpy(queries.total) / queries.count
     square = torch.from_numpy(queries.square) / queries.count
     covariance = square - mean[..., :, None] * mean[..., None, :]
@@ -41,9 +43,7 @@ def query_statistics(queries: Queries, rank: int) -> dict[str, torch.Tensor]:
     kv_heads = torch.tensor([x.kv_heads for x in layers])
     by_head = {"mean": mean, "factor": factor, "diagonal": diagonal}
     # query heads of one KV head stand together
-    tensors = {
-        name: x.reshape(-1, ratio, *x.shape[2:]).contiguous() for name, x in by_head.items()
-    }
+    tensors = {name: x.reshape(-1, ratio, *x.shape[2:]).contiguous() for name, x in by_head.items()}
     inv_freq = torch.from_numpy(queries.inv_freq).repeat_interleave(kv_heads, dim=0)
     return {**tensors, "inv_freq": inv_freq.contiguous()}
 

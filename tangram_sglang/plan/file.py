@@ -28,7 +28,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     id: str
-    config: dict[str, int | float | str | bool | list[int] | list[str] | None]
+    config: dict[str, int | float | str | bool | list[int | str] | None]
     config_hash: str
 
 

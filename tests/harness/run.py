@@ -165,10 +165,11 @@ def _run_child(job, name, log_path, env, timeout_s, fresh) -> bytes:
                 f"scenario child ended with exit code {process.exitcode} and no answer{_tail(log)}",
                 log,
             )
+        state = _read(f"/proc/{process.pid}/status")[:60].split()
         os.kill(process.pid, signal.SIGUSR1)  # write the stacks
         time.sleep(0.5)
         log = _read(log_path)
-        raise ScenarioTimeout(f"scenario was killed after {timeout_s:g} s{_tail(log)}", log)
+        raise ScenarioTimeout(f"scenario was killed after {timeout_s:g} s {state} {_read(f'/proc/{process.pid}/wchan')}{_tail(log)}", log)
     finally:
         process.kill()
         process.join(10)

@@ -1,0 +1,30 @@
+"""Fixtures of all tests.
+
+- `smollm2`: folder of the real model, SmolLM2-135M-Instruct (SMOLLM2_MODEL names another folder).
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """Folder of SmolLM2-135M-Instruct as `make model` builds it; built now if it is missing."""
+    if named := os.environ.get("SMOLLM2_MODEL"):
+        return Path(named)
+    from bench.smollm2 import build
+
+    return build()
+
+
+def pytest_collection_modifyitems(items):
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_tests:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_tests:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
