@@ -88,3 +88,8 @@ def refuse_unsupported(args: Any) -> None:
     found = [f"{flag} ({remedy})" for flag, asked, remedy in _REFUSED if asked(args)]
     if found:
         raise TangramError("--attention-backend tangram does not work with: " + "; ".join(found))
+
+
+def refused_flags() -> tuple[str, ...]:
+    """Flags that are refused, for documentation."""
+    return tuple(flag for flag, _, _ in _REFUSED)
