@@ -21,7 +21,7 @@ def save_query_stats(queries: Queries, rank: int, path: Path) -> str:
     tensors = query_statistics(queries, rank)
     for name, x in tensors.items():
         if name != "inv_freq":
-            fits = x.abs().max() < FP16_MAX
+            fits = (x.abs() < FP16_MAX).all()
             tensors[name] = x.to(torch.float16 if fits else torch.bfloat16).contiguous()
     raw = save(tensors)
     path.write_bytes(raw)
@@ -43,7 +43,9 @@ def query_statistics(queries: Queries, rank: int) -> dict[str, torch.Tensor]:
     kv_heads = torch.tensor([x.kv_heads for x in layers])
     by_head = {"mean": mean, "factor": factor, "diagonal": diagonal}
     # query heads of one KV head stand together
-    tensors = {name: x.reshape(-1, ratio, *x.shape[2:]).contiguous() for name, x in by_head.items()}
+    tensors = {
+        name: x.unflatten(1, (-1, ratio)).flatten(0, 1).contiguous() for name, x in by_head.items()
+    }
     inv_freq = torch.from_numpy(queries.inv_freq).repeat_interleave(kv_heads, dim=0)
     return {**tensors, "inv_freq": inv_freq.contiguous()}
 

@@ -7,9 +7,8 @@ from tests.harness import Req, Result, run_scenario
 TINY_ENV = {"TANGRAM_WINDOW": "32", "TANGRAM_RECENT": "16", "TANGRAM_PAGE": "4"}
 
 
-def serve(model_path, requests: list[Req], *, env=None, overlap=False, on_step=None, **args):
+def serve(model_path, requests: list[Req], *, env=None, overlap=False, on_step=None, fresh=False, **args):
     """One scenario; the books are checked at every step, and all pages are free at its end."""
-    timeout = args.pop("timeout_s", 300)
     result = run_scenario(
         model_path,
         requests,
@@ -18,7 +17,8 @@ def serve(model_path, requests: list[Req], *, env=None, overlap=False, on_step=N
         overlap=overlap,
         on_step=on_step or probes.watch,
         collect=probes.collect,
-        timeout_s=timeout,
+        timeout_s=300,
+        fresh=fresh,
     )
     books = result.collected
     assert books["free"] == books["total"], "pages are missing once all requests are done"

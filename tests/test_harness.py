@@ -86,16 +86,18 @@ def test_chunked_batch_of_8_equals_hugging_face(hf, model, overlap):
 
 def test_logprobs_equal_hugging_face(hf, model):
     prompt = random_tokens(40, seed=9)
-    request = Req(prompt, rid="a", max_new_tokens=6, logprobs=True, top_logprobs=3)
-    out = run_scenario(model, [request])["a"]
+    request = Req(
+        prompt, rid="a", max_new_tokens=6, logprobs=True, top_logprobs=3, prompt_logprobs_from=0
+    )
+    out = run_scenario(model, [request], server_args={"chunked_prefill_size": 16})["a"]
     with torch.no_grad():
-        logits = hf(input_ids=torch.tensor([prompt + out.output_ids])).logits[
-            0, len(prompt) - 1 : -1
-        ]
-    want = logits.log_softmax(-1)
-    got = torch.tensor(out.logprobs)
-    torch.testing.assert_close(got, want.max(-1).values, atol=1e-4, rtol=0)
-    assert [list(top) for top in out.top_logprobs] == want.topk(3).indices.tolist()
+        want = hf(input_ids=torch.tensor([prompt + out.output_ids])).logits[0].log_softmax(-1)
+    of_output, of_prompt = want[39:-1], want[:39].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    close = {"atol": 1e-4, "rtol": 0}
+    torch.testing.assert_close(torch.tensor(out.logprobs), of_output.max(-1).values, **close)
+    assert [list(top) for top in out.top_logprobs] == of_output.topk(3).indices.tolist()
+    assert out.prompt_logprobs[0] is None
+    torch.testing.assert_close(torch.tensor(out.prompt_logprobs[1:]), of_prompt, **close)
 
 
 def test_requests_arrive_at_their_step_and_after_one_another(hf, model):
@@ -274,7 +276,7 @@ def pause_for_good(control):
 FAILURES = [
     pytest.param(raise_at_3, ScenarioFailed, "run.*raise_at_3.*KeyError: 'planned'", id="raises"),
     pytest.param(exit_at_3, ScenarioDied, "exit code 7 .*Prefill batch", id="dies"),
-    pytest.param(sleep_at_3, ScenarioTimeout, "after 12 s.*in sleep_at_3", id="hangs"),
+    pytest.param(sleep_at_3, ScenarioTimeout, "after 4 s of running.*in sleep_at_3", id="hangs"),
     pytest.param(leak_a_token, ScenarioFailed, "run.*pool memory leak detected", id="leaks"),
     pytest.param(pause_for_good, ScenarioFailed, r"no end in sight.*\['a'\]", id="stalls"),
 ]
@@ -283,7 +285,12 @@ FAILURES = [
 @pytest.mark.parametrize(("on_step", "error", "message"), FAILURES)
 def test_a_failure_says_what_and_where(model, on_step, error, message):
     with pytest.raises(error, match=f"(?s){message}"):
-        run_scenario(model, [Req([9, 8, 7], rid="a")], on_step=on_step, timeout_s=12)
+        run_scenario(
+            model,
+            [Req([9, 8, 7], rid="a")],
+            on_step=on_step,
+            timeout_s=4 if on_step is sleep_at_3 else 60,
+        )
 
 
 BAD_ARGUMENTS = [

@@ -89,7 +89,3 @@ def refuse_unsupported(args: Any) -> None:
     if found:
         raise TangramError("--attention-backend tangram does not work with: " + "; ".join(found))
 
-
-def refused_flags() -> tuple[str, ...]:
-    """Flags that are refused, for documentation."""
-    return tuple(flag for flag, _, _ in _REFUSED)

@@ -14,6 +14,7 @@ from tangram_sglang import __version__
 from tangram_sglang.errors import TangramError
 
 COMMANDS = {
+    "calibrate": "measure a model's heads and write plan files",
     "demo": "chat with a real server about a document, on compressed KV and uncompressed",
 }
 

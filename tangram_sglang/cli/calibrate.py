@@ -21,6 +21,7 @@ from tangram_sglang.cli.server import (
 )
 from tangram_sglang.errors import TangramError
 from tangram_sglang.plan.window import WindowRule
+from tangram_sglang.score import create_scorer
 from tangram_sglang.settings import Settings
 
 BACKEND = "tangram"
@@ -82,7 +83,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _calibrate(arguments: argparse.Namespace, observations: Path, log: Path) -> list[Path]:
     from tqdm import tqdm
-    from transformers import AutoConfig, AutoTokenizer
 
     from tangram_sglang.calib import calibrate, texts
     from tangram_sglang.calib import observations as files
@@ -93,9 +93,8 @@ def _calibrate(arguments: argparse.Namespace, observations: Path, log: Path) -> 
         raise TangramError(f"{observations} is not empty; name a new folder with --observations")
     settings = Settings(retention=1.0, window=arguments.window)
     rule = WindowRule(settings.window, settings.recent, settings.page, settings.sinks)
-    chosen, prompts = texts.calibration_prompts(
-        AutoTokenizer.from_pretrained(arguments.model), rule, arguments.samples
-    )
+    tokenizer, config = _load(arguments.model)
+    chosen, prompts = texts.calibration_prompts(tokenizer, rule, arguments.samples)
     asked = sorted({*files.RETENTIONS, *arguments.retention})
     files.write_request(observations, files.Request(list(arguments.budgets_from), asked))
     server_arguments, environment = _server(arguments, observations)
@@ -111,8 +110,8 @@ def _calibrate(arguments: argparse.Namespace, observations: Path, log: Path) -> 
     expected = sum(rule.sealed(len(prompt)) for prompt in prompts)
     if (found := files.count_windows(observations)) != expected:
         raise TangramError(
-            f"the server showed {found} windows of {expected}; it must run one process, alone and "
-            "with no prefix reused"
+            f"the server showed {found} windows of {expected}: it must serve these prompts alone, "
+            "in one process, and reuse no prefix"
         )
     recipe = calibrate.Recipe(
         retentions=arguments.retention,
@@ -123,7 +122,6 @@ def _calibrate(arguments: argparse.Namespace, observations: Path, log: Path) -> 
         corpus_hash=texts.corpus_hash(chosen),
     )
     arguments.out.mkdir(parents=True, exist_ok=True)
-    config = AutoConfig.from_pretrained(arguments.model).get_text_config()
     model_id = Path(arguments.model).resolve().name
     return calibrate.write_plans(observations, arguments.out, model_id, config, recipe)
 
@@ -131,8 +129,26 @@ def _calibrate(arguments: argparse.Namespace, observations: Path, log: Path) -> 
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.samples < 2:
         raise TangramError(f"--samples {arguments.samples}: a spread needs at least 2 windows")
-    if arguments.alpha < 0:
+    if not 0.0 <= arguments.alpha < float("inf"):
         raise TangramError(f"--alpha {arguments.alpha}: expected a number of at least 0")
+    for name in arguments.budgets_from:
+        if "query_stats" in create_scorer(name).needs:
+            raise TangramError(
+                f"--budgets-from {name}: it needs query statistics, which this command makes; "
+                "choose scorers that need none, such as keydiff"
+            )
+
+
+def _load(model: str):
+    """Tokenizer and text config of a model."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        config = AutoConfig.from_pretrained(model).get_text_config()
+        return AutoTokenizer.from_pretrained(model), config
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise TangramError(f"--model {model} cannot be loaded: {reason}") from None
 
 
 def _server(arguments: argparse.Namespace, observations: Path) -> tuple[list[str], dict[str, str]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 # as long as one answer may take on a machine that is busy with other work
-TURN_TIMEOUT_S = 300.0
+TURN_TIMEOUT_S = 600.0
 SYSTEM = "You are a helpful assistant. Answer in one or two sentences."
 
 

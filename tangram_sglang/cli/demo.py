@@ -220,8 +220,8 @@ def _mib(size: int) -> str:
 
 
 def _report(server: Server, error: Exception) -> None:
-    ended = f" ({server.end})" if server.end else ""
-    _say(f"\nerror: {type(error).__name__}: {error}{ended}")
+    end = server.end if server.end and server.end not in str(error) else ""
+    _say(f"\nerror: {type(error).__name__}: {error}\n{end}".rstrip())
     _say(f"--- last lines of {server.log}\n{server.log_tail()}\n---")
 
 

@@ -43,11 +43,10 @@ def kept_counts(
         middle = (low + high) / 2
         low, high = (middle, high) if pages(middle).sum() <= target else (low, middle)
     counts = pages(low)
-    # the group nearest to its next page comes first
+    # the group nearest to its next page comes first; several rounds only where budgets are 0
     remainder = low * budgets * pages_per_window - counts
-    for g in sorted(range(len(counts)), key=lambda g: (-remainder[g], g)):
-        if counts.sum() >= target:
-            break
-        if counts[g] < pages_per_window:
-            counts[g] += 1
+    order = sorted(range(len(counts)), key=lambda g: (-remainder[g], g))
+    while (missing := target - int(counts.sum())) > 0:
+        room = [g for g in order if counts[g] < pages_per_window]
+        counts[room[:missing]] += 1
     return counts * rule.page

@@ -34,6 +34,11 @@ class ModelShape:
     def __post_init__(self):
         if not self.layers:
             raise TangramError("the model has no attention layer; nothing for tangram to serve")
+        if all(layer.sliding_window is not None for layer in self.layers):
+            raise TangramError(
+                "every layer of the model has a sliding window, which bounds its KV already; "
+                "serve it with another --attention-backend"
+            )
         dims = sorted({layer.head_dim for layer in self.layers})
         if len(dims) > 1:
             raise TangramError(

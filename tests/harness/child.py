@@ -17,6 +17,8 @@ import traceback
 
 from tests.harness.scenario import Result, Scenario
 
+RUNNING = b"running"  # what a child sends when its event loop is about to start
+
 
 def main(job: bytes, name: str, log_path: str, env: dict, writer) -> None:
     """Entry of the child process; sends ("ok", Result) or ("error", ...) and leaves at once."""
@@ -24,7 +26,7 @@ def main(job: bytes, name: str, log_path: str, env: dict, writer) -> None:
     stage = ["functions"]
     try:
         _apply_env(env)
-        answer = ("ok", _run(pickle.loads(job), stage))
+        answer = ("ok", _run(pickle.loads(job), stage, writer))
         stage[0] = "result"
         payload = pickle.dumps(answer)
     except BaseException as e:
@@ -63,7 +65,7 @@ def _apply_env(env):
             os.environ[key] = value
 
 
-def _run(scenario: Scenario, stage: list[str]) -> Result:
+def _run(scenario: Scenario, stage: list[str], writer) -> Result:
     import torch
 
     from tests.harness import boot
@@ -80,6 +82,7 @@ def _run(scenario: Scenario, stage: list[str]) -> Result:
     scheduler = boot.build_scheduler(args, ports)
     booted = time.monotonic()
     stage[0] = "run"
+    writer.send_bytes(RUNNING)
     driver = Driver(
         scheduler,
         scenario.requests,

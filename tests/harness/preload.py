@@ -6,8 +6,10 @@ platform, which its modules ask for while they are imported: it is fixed by the 
 environment. A failure is kept for the children to report: the fork server swallows it.
 """
 
+import contextlib
 import gc
 import importlib
+import os
 import traceback
 
 MODULES = (
@@ -29,9 +31,24 @@ MODULES = (
 )
 ERROR: str | None = None
 
+
+@contextlib.contextmanager
+def _quiet():
+    """SGLang says on import, in 20 lines, what a CPU lacks."""
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)
+
+
 try:
-    for name in MODULES:
-        importlib.import_module(name)
+    with _quiet():
+        for name in MODULES:
+            importlib.import_module(name)
     gc.freeze()
 except BaseException:
     ERROR = traceback.format_exc()

@@ -1,0 +1,144 @@
+"""Rows over a ledger, driven as a scheduler would, in random order."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tangram_sglang.plan.layout import KVLayout
+from tangram_sglang.plan.shape import LayerShape, ModelShape
+from tangram_sglang.plan.window import WindowRule
+from tangram_sglang.pool.ledger import Ledger
+from tangram_sglang.pool.rows import Rows
+
+SHAPE = ModelShape(tuple(LayerShape(i, 2, 2, 8, 21 if i == 1 else None, 1.0) for i in range(3)))
+
+
+def layout(rule=None, retention=0.4):
+    return KVLayout.build(
+        SHAPE,
+        rule or WindowRule(16, 10, 4, 2),
+        budgets=[0.9, 0.1, 0.5, 0.2],
+        retention=retention,
+        per_group=3,
+        grouping="global",
+        max_tokens=300,
+    )
+
+
+class RowMachine(RuleBasedStateMachine):
+    """Prefill in chunks, decode, close and clear; the content of pages is tracked beside."""
+
+    @initialize(sinks=st.integers(0, 4), recent=st.integers(0, 20))
+    def build(self, sinks, recent):
+        self.layout = layout(WindowRule(16, recent, 4, sinks))
+        self.ledger = Ledger(600)
+        self.rows = Rows(self.layout, self.ledger, 4)
+
+    @rule(row=st.integers(1, 4), prompt=st.integers(1, 200))
+    def open(self, row, prompt):
+        if row not in self.rows.live:
+            self.rows.open(row, prompt)
+
+    @precondition(lambda self: self.rows.live)
+    @rule(data=st.data())
+    def step(self, data):
+        targets, need = [], 0
+        for row, state in self.rows.live.items():
+            if not data.draw(st.booleans()) or state.n >= 290:
+                continue
+            left = state.prompt - state.n
+            n1 = state.n + (data.draw(st.integers(1, left)) if left > 0 else 1)
+            targets.append((row, n1))
+            need += self.layout.pages(n1) - self.layout.pages(state.n)
+        if need > self.ledger.free:
+            return
+        tails = {row: self._tail(row) for row, _ in targets}
+        kept = {row: self._sealed(row) for row, _ in targets}
+        self.rows.advance(targets)
+        for row, n1 in targets:
+            step = self.rows.live[row].step
+            assert step.n1 == n1
+            # sealed pages never move
+            before = kept[row]
+            assert all(
+                np.array_equal(new[: len(old)], old)
+                for old, new in zip(before, self._sealed(row), strict=True)
+            )
+            if step.tail:
+                assert all(
+                    np.array_equal(a, b) for a, b in zip(step.tail, tails[row], strict=True)
+                )
+
+    @precondition(lambda self: self.rows.live)
+    @rule(data=st.data())
+    def close(self, data):
+        row = data.draw(st.sampled_from(sorted(self.rows.live)))
+        held = self.layout.pages(self.rows.live[row].n)
+        free = self.ledger.free
+        self.rows.close(row)
+        assert self.ledger.free == free + held
+        assert not self.rows.table[row].any()
+
+    @rule()
+    def clear(self):
+        self.rows.clear()
+        assert self.ledger.free == self.ledger.num_pages
+
+    @invariant()
+    def books_are_right(self):
+        if hasattr(self, "rows"):
+            self.rows.check()
+
+    def _tail(self, row):
+        n = self.rows.live[row].n
+        return [
+            self.rows.table[row, self.rows._ring(kind, *self.rows._tail_span(kind, n))]
+            for kind in self.layout.kinds
+        ]
+
+    def _sealed(self, row):
+        sealed = self.layout.rule.sealed(self.rows.live[row].n)
+        offset, per_window = self.layout.table_offset, self.layout.kept // self.layout.rule.page
+        return [
+            self.rows.table[row, offset[g] : offset[g] + sealed * per_window[g]].copy()
+            for g in range(len(self.layout.groups))
+        ]
+
+
+TestRows = RowMachine.TestCase
+TestRows.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+def test_pages_of_a_prompt_stay_promised_until_its_last_chunk():
+    rows = Rows(layout(), Ledger(400), 2)
+    rows.open(1, 120)
+    peak = rows.layout.peak_pages(120)
+    assert rows.promised == peak
+    for n in (50, 90):
+        rows.advance([(1, n)])
+        held = rows.layout.pages(n)
+        assert rows.promised + held >= rows.layout.pages(120)
+        assert rows.promised + held <= peak
+    rows.advance([(1, 120)])
+    assert rows.promised == 0
+
+
+def test_a_row_never_shrinks_and_is_opened_once():
+    rows = Rows(layout(), Ledger(400), 2)
+    rows.open(1, 50)
+    rows.advance([(1, 40)])
+    with pytest.raises(RuntimeError, match="shrink from 40 to 30"):
+        rows.advance([(1, 30)])
+    with pytest.raises(RuntimeError, match="in use"):
+        rows.open(1, 5)
+
+
+def test_check_sees_a_table_that_names_another_page():
+    rows = Rows(layout(), Ledger(400), 2)
+    rows.open(1, 50)
+    rows.advance([(1, 50)])
+    rows.table[1, rows.layout.table_offset[0]] += 100
+    with pytest.raises(RuntimeError, match="other pages"):
+        rows.check()

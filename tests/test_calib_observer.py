@@ -1,0 +1,135 @@
+"""The observer by itself: which calls make a window, and what is written of it."""
+
+import numpy as np
+import pytest
+import torch
+
+from tangram_sglang.calib.moments import QueryMoments, unrotate
+from tangram_sglang.calib.observations import (
+    RETENTIONS,
+    Request,
+    count_windows,
+    read_queries,
+    read_shares,
+    write_request,
+)
+from tangram_sglang.calib.observer import Observer
+from tangram_sglang.calib.shares import window_shares
+from tangram_sglang.errors import TangramError
+from tangram_sglang.plan.shape import LayerShape, ModelShape
+from tangram_sglang.plan.window import WindowRule
+from tangram_sglang.score import KeyDiff, QueryStats, Window
+
+W, D, FREQ = 16, 8, torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64)
+RULE = WindowRule(window=W, recent=8, page=4, sinks=2)
+# layer 3 has a sliding window; 2 of the 8 dimensions are not rotated
+SHAPE = ModelShape(
+    (
+        LayerShape(1, 4, 2, D, None, D**-0.5),
+        LayerShape(3, 4, 2, D, 32, D**-0.5),
+        LayerShape(4, 2, 1, D, None, D**-0.5),
+    )
+)
+
+
+def rotate(x, positions):
+    """RoPE, as a complex product."""
+    turn = torch.polar(torch.ones(1, dtype=torch.float64), positions[:, None].double() * FREQ)
+    pairs = torch.complex(x[..., :3], x[..., 3:6]) * turn[:, None]
+    return torch.cat([pairs.real, pairs.imag, x[..., 6:]], dim=-1)
+
+
+def kv(seed, heads):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, heads, W, D, generator=generator)
+
+
+def observe(out, windows, **kwargs):
+    """One pass in which every layer sees ``windows``, a list of (start, seed)."""
+    observer = Observer(SHAPE, {1: FREQ, 4: FREQ}, RULE, out, **kwargs)
+    for layer in SHAPE.layers:
+        for start, seed in windows:
+            observer.window(layer.layer_id, start, *kv(seed + layer.layer_id, layer.kv_heads))
+    return observer
+
+
+def expected(start, seed):
+    heads = torch.arange(3)
+    keys = torch.cat([kv(seed + 1, 2)[0], kv(seed + 4, 1)[0]])
+    scores = KeyDiff().score(Window(keys, keys, start, heads, 0, None)).numpy()
+    return window_shares(scores, RETENTIONS, [2, 1])
+
+
+def test_windows_of_two_requests_with_the_same_start_stay_apart(tmp_path):
+    windows = [(0, 10), (W, 20), (0, 30)]
+    observe(tmp_path, windows)
+    assert count_windows(tmp_path) == 3
+    for scope in ("global", "layer"):
+        found = read_shares(tmp_path, "keydiff", scope, 0.3)
+        want = [expected(*window)[scope][RETENTIONS.index(0.3)] for window in windows]
+        assert found == pytest.approx(np.stack(want))
+
+
+def test_nothing_is_written_before_the_last_layer_has_seen_the_window(tmp_path):
+    observer = Observer(SHAPE, {1: FREQ, 4: FREQ}, RULE, tmp_path)
+    observer.window(1, 0, *kv(1, 2))
+    assert count_windows(tmp_path) == 0
+    observer.window(4, 0, *kv(4, 1))
+    assert count_windows(tmp_path) == 1
+    assert {path.suffix for path in tmp_path.iterdir()} == {".npz"}
+    assert not [path for path in tmp_path.iterdir() if "partial" in path.name]
+
+
+def test_the_request_file_chooses_profiles_and_retentions(tmp_path):
+    write_request(tmp_path, Request(profiles=["streaming"], retentions=[0.25]))
+    observe(tmp_path, [(0, 1)])
+    assert read_shares(tmp_path, "streaming", "layer", 0.25).shape == (1, 3)
+    with pytest.raises(TangramError, match=r"0\.3 was not observed"):
+        read_shares(tmp_path, "streaming", "layer", 0.3)
+    with pytest.raises(TangramError, match="no window of profile 'keydiff'"):
+        read_shares(tmp_path, "keydiff", "layer", 0.25)
+
+
+def test_a_profile_that_needs_statistics_leaves_the_first_window_out(tmp_path):
+    write_request(tmp_path, Request(["keydiff", "expected_attention"], [0.5]))
+    with pytest.raises(TangramError, match="needs query statistics"):
+        observe(tmp_path, [])
+    flat = torch.zeros(3, 2, D)
+    stats = QueryStats(flat, flat[..., None], flat, FREQ.expand(3, 3), torch.ones(3))
+    observe(tmp_path, [(0, 1), (W, 2), (2 * W, 3)], query_stats=stats)
+    assert len(read_shares(tmp_path, "keydiff", "global", 0.5)) == 3
+    assert len(read_shares(tmp_path, "expected_attention", "global", 0.5)) == 2
+
+
+def test_queries_are_summed_before_rope_and_without_those_at_the_sinks(tmp_path):
+    observer = Observer(SHAPE, {1: FREQ, 4: FREQ}, RULE, tmp_path)
+    positions = torch.tensor([0, 1, 2, 3, 7000, 8191])
+    plain = {x.layer_id: torch.randn(6, x.q_heads, D, dtype=torch.float64) for x in SHAPE.layers}
+    plain[4] = torch.cat([plain[4], plain[4]], dim=1)
+    shape = ModelShape((SHAPE.layers[0], LayerShape(4, 4, 2, D, None, 1.0)))
+    observer = Observer(shape, {1: FREQ, 4: FREQ}, RULE, tmp_path)
+    for layer in (1, 3, 4):
+        observer.queries(layer, rotate(plain[layer], positions), positions)
+    found = read_queries(tmp_path)
+    assert found.count == 4
+    assert [x.layer_id for x in found.shape.layers] == [1, 4]
+    for i, layer in enumerate((1, 4)):
+        late = plain[layer][2:]
+        assert found.total[i] == pytest.approx(late.sum(dim=0).numpy(), abs=1e-9)
+        square = torch.einsum("thd,the->hde", late, late).numpy()
+        assert found.square[i] == pytest.approx(square, abs=1e-9)
+
+
+def test_moments_add_up_over_passes():
+    q, positions = torch.randn(9, 2, D), torch.arange(9)
+    whole, parts = QueryMoments(2, D), QueryMoments(2, D)
+    whole.add(q, positions, FREQ)
+    parts.add(q[:4], positions[:4], FREQ)
+    parts.add(q[4:], positions[4:], FREQ)
+    assert whole.count == parts.count == 9
+    torch.testing.assert_close(whole.square, parts.square)
+
+
+def test_unrotate_undoes_rope_far_out():
+    x, positions = torch.randn(3, 2, D, dtype=torch.float64), torch.tensor([5, 8191, 131071])
+    torch.testing.assert_close(unrotate(rotate(x, positions), positions, FREQ), x)
