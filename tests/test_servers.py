@@ -1,0 +1,153 @@
+"""Real servers over HTTP: both launchers, equal bytes at two retentions, bad requests."""
+
+import json
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tangram_sglang.cli.server import HOST, Server, cpu_arguments, cpu_environment
+from tests.reference.tiny import random_tokens, save, tiny_llama
+
+pytestmark = pytest.mark.server
+
+CONTEXT = 40_000
+# 26,000 tokens, uncompressed: 2 layers x 2 heads x (K and V) x 16 floats
+POOL_BYTES = 26_000 * 2 * 2 * 2 * 16 * 4
+PROMPT = 8_100
+REQUEST_TIMEOUT_S = 600
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    model = tiny_llama(seed=5, max_positions=CONTEXT)
+    return save(model, tmp_path_factory.mktemp("servers"))
+
+
+def start(folder, log, retention, launcher):
+    settings = {"TANGRAM_RETENTION": str(retention), "TANGRAM_POOL_BYTES": str(POOL_BYTES)}
+    arguments = cpu_arguments(folder, "tangram")
+    arguments[arguments.index("--max-total-tokens") + 1] = "1000000"
+    arguments += ["--max-running-requests", "32", "--decode-log-interval", "1", "--sleep-on-idle"]
+    server = Server(arguments, cpu_environment(settings), log)
+    address = ["--host", HOST, "--port", str(server.port)]
+    server.command = [*launcher, *arguments, *address]
+    return server
+
+
+@pytest.fixture(scope="module")
+def whole(folder, tmp_path_factory):
+    """Retention 1.0, started as a module from the repository root (pytest's own folder)."""
+    log = tmp_path_factory.mktemp("whole") / "log"
+    launcher = [sys.executable, "-m", "sglang.launch_server"]
+    with start(folder, log, 1.0, launcher) as server:
+        server.wait_until_ready()
+        yield server
+
+
+@pytest.fixture(scope="module")
+def quarter(folder, tmp_path_factory):
+    """Retention 0.25 in the same bytes, started by ``sglang serve``."""
+    log = tmp_path_factory.mktemp("quarter") / "log"
+    with start(folder, log, 0.25, [str(Path(sys.executable).with_name("sglang")), "serve"]) as server:
+        server.wait_until_ready()
+        yield server
+
+
+def post(server, path, body):
+    request = urllib.request.Request(
+        server.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:
+        return json.load(answer)
+
+
+def generate(server, ids, n=4, **sampling):
+    params = {"temperature": 0, "max_new_tokens": n, "ignore_eos": True, **sampling}
+    return post(server, "/generate", {"input_ids": ids, "sampling_params": params})
+
+
+def metric(server, name) -> float:
+    with urllib.request.urlopen(server.url + "/metrics", timeout=60) as page:
+        families = text_string_to_metric_families(page.read().decode())
+    return max(s.value for f in families for s in f.samples if s.name == name)
+
+
+def most_running(server, requests: int) -> int:
+    """Most requests of PROMPT tokens that ran at once, by SGLang's own gauge."""
+    threads = [
+        threading.Thread(target=generate, args=(server, random_tokens(PROMPT, seed=i), 60))
+        for i in range(requests)
+    ]
+    for thread in threads:
+        thread.start()
+    most = 0.0
+    while any(thread.is_alive() for thread in threads):
+        most = max(most, metric(server, "sglang:num_running_reqs"))
+        time.sleep(0.05)
+    return int(most)
+
+
+def test_the_start_up_line_says_what_is_in_force(whole, quarter):
+    for server, asked in ((whole, "1.0000"), (quarter, "0.2500")):
+        line = next(x for x in server.log.read_text().splitlines() if "tangram: plan=" in x)
+        assert f"retention asked={asked} held={asked}" in line
+        for word in ("scorer=", "groups=1x4", "capacity=", "true tokens", "bytes"):
+            assert word in line
+
+
+def test_the_same_bytes_hold_three_times_the_tokens(whole, quarter):
+    held = {server: most_running(server, 12) * PROMPT for server in (whole, quarter)}
+    assert held[whole] == 3 * PROMPT
+    assert held[quarter] >= 3 * held[whole]
+    total = "sglang:max_total_num_tokens"
+    assert metric(quarter, total) >= 3 * metric(whole, total)
+
+
+def test_a_prompt_longer_than_the_uncompressed_pool_is_accepted(whole, quarter):
+    prompt = random_tokens(28_000, seed=1)
+    assert metric(whole, "sglang:max_total_num_tokens") < len(prompt)
+    answer = generate(quarter, prompt)
+    assert answer["meta_info"]["prompt_tokens"] == 28_000
+    assert len(answer["output_ids"]) == 4
+    with pytest.raises(urllib.error.HTTPError) as failure:
+        generate(whole, prompt)
+    assert failure.value.code == 400
+
+
+def test_a_bad_request_gets_a_400_and_the_server_goes_on(quarter):
+    before = generate(quarter, random_tokens(50, seed=2))["output_ids"]
+    for body in (
+        {"input_ids": random_tokens(CONTEXT + 1, seed=3)},
+        {"input_ids": [9], "sampling_params": {"max_new_tokens": -1}},
+    ):
+        with pytest.raises(urllib.error.HTTPError) as failure:
+            post(quarter, "/generate", body)
+        assert failure.value.code == 400
+    assert generate(quarter, random_tokens(50, seed=2))["output_ids"] == before
+
+
+def test_chat_completions_answer_and_report_no_cached_tokens(quarter):
+    message = {"role": "user", "content": "w9 w10 w11"}
+    for _ in range(2):
+        answer = post(
+            quarter,
+            "/v1/chat/completions",
+            {"model": "m", "messages": [message], "max_tokens": 5, "temperature": 0},
+        )
+        usage = answer["usage"]
+        assert usage["prompt_tokens"] > 3
+        details = usage.get("prompt_tokens_details") or {}
+        assert not details.get("cached_tokens")
+
+
+def test_flush_cache_leaves_a_serving_pool(quarter):
+    before = generate(quarter, random_tokens(900, seed=4))["output_ids"]
+    with urllib.request.urlopen(quarter.url + "/flush_cache", data=b"", timeout=60) as answer:
+        assert answer.status == 200
+    assert generate(quarter, random_tokens(900, seed=4))["output_ids"] == before
