@@ -70,7 +70,9 @@ def _watch_seals(control, pool) -> None:
         for mine, offsets in kept:
             for i, positions in zip(mine.tolist(), offsets, strict=True):
                 key = (*names[int(heads[i])], window)
-                pool.test_kept.setdefault(rid_of[row], {})[key] = (positions + window * size).tolist()
+                pool.test_kept.setdefault(rid_of[row], {})[key] = (
+                    positions + window * size
+                ).tolist()
                 if last["scores"] is not None:
                     mine_scores = last["scores"][i].to(torch.float32).numpy().copy()
                     pool.test_scores.setdefault(rid_of[row], {})[key] = mine_scores

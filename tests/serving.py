@@ -7,7 +7,9 @@ from tests.harness import Req, Result, run_scenario
 TINY_ENV = {"TANGRAM_WINDOW": "32", "TANGRAM_RECENT": "16", "TANGRAM_PAGE": "4"}
 
 
-def serve(model_path, requests: list[Req], *, env=None, overlap=False, on_step=None, fresh=False, **args):
+def serve(
+    model_path, requests: list[Req], *, env=None, overlap=False, on_step=None, fresh=False, **args
+):
     """One scenario; the books are checked at every step, and all pages are free at its end."""
     result = run_scenario(
         model_path,

@@ -88,9 +88,7 @@ def test_kept_positions_and_tokens_equal_the_reference(llama, tmp_path, case):
         )
         env["TANGRAM_PLAN"] = str(path)
     prompt = random_tokens(case.prompt, seed=case.prompt)
-    result = serve(
-        folder, [Req(prompt, 70, rid="a")], env=env, chunked_prefill_size=case.chunk
-    )
+    result = serve(folder, [Req(prompt, 70, rid="a")], env=env, chunked_prefill_size=case.chunk)
 
     layout = layout_for(
         model,

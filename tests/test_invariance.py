@@ -34,9 +34,7 @@ def served(tmp_path_factory):
 
 
 def requests():
-    return [
-        Req(random_tokens(n, seed=n), 40, rid=f"p{i}-") for i, n in enumerate(LENGTHS)
-    ]
+    return [Req(random_tokens(n, seed=n), 40, rid=f"p{i}-") for i, n in enumerate(LENGTHS)]
 
 
 def assert_as_alone(result, alone):

@@ -101,7 +101,7 @@ def test_a_plan_that_is_no_plan_is_refused(llama, tmp_path):
         ({"layers": [0, 7]}, "layers is [0, 7]"),
     ):
         path.write_text(json.dumps({**plan, **change}))
-        with pytest.raises(ScenarioFailed, match=".*") as failure:
+        with pytest.raises(ScenarioFailed) as failure:
             run_scenario(
                 folder,
                 [Req([9], 1)],

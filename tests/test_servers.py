@@ -54,7 +54,9 @@ def whole(folder, tmp_path_factory):
 def quarter(folder, tmp_path_factory):
     """Retention 0.25 in the same bytes, started by ``sglang serve``."""
     log = tmp_path_factory.mktemp("quarter") / "log"
-    with start(folder, log, 0.25, [str(Path(sys.executable).with_name("sglang")), "serve"]) as server:
+    with start(
+        folder, log, 0.25, [str(Path(sys.executable).with_name("sglang")), "serve"]
+    ) as server:
         server.wait_until_ready()
         yield server
 

@@ -189,5 +189,9 @@ class Server:
 
 
 def _end_with_parent() -> None:
-    """In the child, before exec: the kernel ends the server if this process is killed outright."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    """In the child, before exec: the kernel ends the server if this process is killed outright.
+
+    SGLang's other processes end with the server in the same way. SIGTERM would let it finish its
+    requests first.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

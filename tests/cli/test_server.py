@@ -2,6 +2,7 @@
 
 import os
 import socket
+import subprocess
 import sys
 import time
 import urllib.request
@@ -113,3 +114,22 @@ def test_the_server_runs_on_our_cpu_platform_with_the_callers_settings(monkeypat
     environment = cpu_environment({"TANGRAM_RETENTION": "0.5"})
     wanted = {"TANGRAM_CPU_PLATFORM": "1", "TANGRAM_WINDOW": "256", "TANGRAM_RETENTION": "0.5"}
     assert wanted.items() <= environment.items()
+
+
+def test_a_server_does_not_outlive_a_parent_that_is_killed_outright(tmp_path):
+    code = """if True:
+        import os, pathlib, sys, time
+        from tangram_sglang.cli.server import Server
+        server = Server([], os.environ, pathlib.Path(sys.argv[1]))
+        deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+        server.command = [sys.executable, "-c", deaf]
+        with server:
+            print(server._process.pid, flush=True)
+            time.sleep(600)
+    """
+    command = [sys.executable, "-c", code, str(tmp_path / "server.log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        pid = int(parent.stdout.readline())
+        assert alive(pid)
+        parent.kill()
+    assert_gone([pid])

@@ -67,9 +67,7 @@ class RowMachine(RuleBasedStateMachine):
                 for old, new in zip(before, self._sealed(row), strict=True)
             )
             if step.tail:
-                assert all(
-                    np.array_equal(a, b) for a, b in zip(step.tail, tails[row], strict=True)
-                )
+                assert all(np.array_equal(a, b) for a, b in zip(step.tail, tails[row], strict=True))
 
     @precondition(lambda self: self.rows.live)
     @rule(data=st.data())
