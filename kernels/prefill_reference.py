@@ -15,6 +15,7 @@ def prefill_reference(
     raw_start: int,
     rule: WindowRule,
     scaling: float,
+    floor: int = 0,
 ) -> torch.Tensor:
     """Full attention of KV heads that keep equally many entries of a window.
 
@@ -25,17 +26,18 @@ def prefill_reference(
         raw_start: a window border at or below the first epoch of the queries.
         rule: windows and epochs.
         scaling: factor on q.k.
+        floor: windows that even the first query sees sealed.
 
     Returns:
         [H, r, T, D].
     """
     n1 = raw_start + raw_k.shape[1]
     position = n1 - q.shape[2]
-    windows = rule.sealed(n1)
+    windows = rule.sealed(n1, floor)
     kept = sealed_k.shape[1] // windows if windows else 0
     pieces = []
     while position < n1:
-        epoch = rule.sealed(position + 1)
+        epoch = rule.sealed(position + 1, floor)
         end = min(n1, rule.epoch_end(epoch))
         first, last = epoch * rule.window - raw_start, end - raw_start
         seen = epoch * kept

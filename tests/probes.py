@@ -14,13 +14,17 @@ def watch(control) -> None:
     if control.step == 0:
         _watch_seals(control, pool)
         _watch_returns(control, pool)
-    pool.rows.check()
+    pool.store.check()
     control.record(
         {
             "free": pool.ledger.free,
             "total": pool.ledger.num_pages,
             "rows": {
-                row: (state.n, len(pool.ledger.owned(row)), pool.plan.layout.pages(state.n))
+                row: (
+                    state.n,
+                    len(pool.ledger.owned(row)) + pool.rows.shared(row),
+                    pool.plan.layout.pages(state.n, state.floor),
+                )
                 for row, state in pool.rows.live.items()
             },
         }
@@ -30,7 +34,7 @@ def watch(control) -> None:
 def collect(scheduler) -> dict:
     """``collect``: kept positions and scores by rid, pages given back, and the idle pool."""
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    pool.rows.check()
+    pool.store.check()
     return {
         "kept": pool.test_kept,
         "scores": pool.test_scores,
@@ -38,6 +42,8 @@ def collect(scheduler) -> dict:
         "free": pool.ledger.free,
         "total": pool.ledger.num_pages,
         "live": len(pool.rows.live),
+        "locked": pool.store.trie.locked_pages,
+        "cached": pool.store.trie.locked_pages + pool.store.trie.unlocked_pages,
         "capacity": pool.size,
         "bytes": pool.get_kv_size_bytes(),
     }
@@ -88,10 +94,12 @@ def _watch_returns(control, pool) -> None:
     advance, give = rows.advance, ledger.give
 
     def explained(row, n1) -> int:
-        layout, n0 = rows.layout, rows.live[row].n
+        layout, state = rows.layout, rows.live[row]
+        n0 = state.n
         total = 0
         for kind in layout.kinds:
-            first, end = (layout.tail_start(kind.sliding_window, n) for n in (n0, n1))
+            first, end = (layout.tail_start(kind.sliding_window, n, state.floor) for n in (n0, n1))
+            first = max(first, state.cached_tokens if kind.sliding_window is None else 0)
             gone = min(end // layout.rule.page, layout.rule.pages(n0)) - first // layout.rule.page
             total += max(0, gone) * (kind.end - kind.first)
         return total

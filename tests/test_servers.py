@@ -134,18 +134,24 @@ def test_a_bad_request_gets_a_400_and_the_server_goes_on(quarter):
     assert generate(quarter, random_tokens(50, seed=2))["output_ids"] == before
 
 
-def test_chat_completions_answer_and_report_no_cached_tokens(quarter):
-    message = {"role": "user", "content": "w9 w10 w11"}
-    for _ in range(2):
+def test_chat_completions_report_cached_tokens_in_true_tokens(quarter):
+    words = " ".join(f"w{t}" for t in random_tokens(900, seed=6))
+    for cached in (0, 880):
         answer = post(
             quarter,
             "/v1/chat/completions",
-            {"model": "m", "messages": [message], "max_tokens": 5, "temperature": 0},
+            {
+                "model": "m",
+                "messages": [{"role": "user", "content": words}],
+                "max_tokens": 5,
+                "temperature": 0,
+            },
         )
         usage = answer["usage"]
-        assert usage["prompt_tokens"] > 3
         details = usage.get("prompt_tokens_details") or {}
-        assert not details.get("cached_tokens")
+        assert usage["prompt_tokens"] > 900
+        assert (details.get("cached_tokens") or 0) >= cached
+    assert details["cached_tokens"] < usage["prompt_tokens"]
 
 
 def test_flush_cache_leaves_a_serving_pool(quarter):

@@ -40,9 +40,9 @@ class TangramAllocator(BaseTokenToKVPoolAllocator):
     ) -> bool:
         """Whether one more token of every request fits, prompts in prefill left their promise."""
         rows, layout = self._pool.rows, self._pool.plan.layout
-        lengths = [rows.live[req.kv.req_pool_idx].n for req in requests]
-        need = sum(layout.pages(n + 1) - layout.pages(n) for n in lengths)
-        return need <= self._pool.ledger.free - rows.promised
+        states = [rows.live[req.kv.req_pool_idx] for req in requests]
+        need = sum(layout.pages(x.n + 1, x.floor) - layout.pages(x.n, x.floor) for x in states)
+        return need <= self._pool.reachable_pages - rows.promised
 
     def available_size(self) -> int:
         return self._pool.tokens(self._pool.ledger.free)
@@ -53,9 +53,17 @@ class TangramAllocator(BaseTokenToKVPoolAllocator):
     def verify_byte_accounting(self) -> list[str]:
         """Run by SGLang whenever it is idle; exact in pages, where token counts are rounded."""
         rows, ledger = self._pool.rows, self._pool.ledger
-        held = sum(rows.layout.pages(row.n) for row in rows.live.values())
-        if ledger.free + held != ledger.num_pages:
-            return [f"tangram: free {ledger.free} + held {held} != {ledger.num_pages} pages"]
+        private = sum(
+            rows.layout.pages(state.n, state.floor) - rows.shared(row)
+            for row, state in rows.live.items()
+        )
+        trie = self._pool.store.trie
+        cached = trie.locked_pages + trie.unlocked_pages
+        if ledger.free + private + cached != ledger.num_pages:
+            return [
+                f"tangram: free {ledger.free} + private {private} + cached {cached} != "
+                f"{ledger.num_pages} pages"
+            ]
         return []
 
     def alloc(self, need_size: int) -> torch.Tensor:

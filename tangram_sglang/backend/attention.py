@@ -55,7 +55,7 @@ class TangramAttentionBackend(AttentionBackend):
         else:
             before = forward_batch.extend_prefix_lens_cpu
         steps = [
-            live[row].step if row in live else Step(row, n0, n1, 0, 0, ())
+            live[row].step if row in live else Step(row, n0, n1, 0, 0, 0, ())
             for row, n0, n1 in zip(rows, before, lengths, strict=True)
         ]
         for step, row, n0, n1 in zip(steps, rows, before, lengths, strict=True):

@@ -8,7 +8,7 @@ from tangram_sglang.backend.kv_pool import TangramKVPool
 class TangramPrefillBudget(PrefillBudget):
     """Pages left in one scheduling pass.
 
-        free = promised to prompts in prefill + expected output of running requests
+        free + evictable = promised to prompts in prefill + expected output of running requests
                + admitted in this pass + left
 
     A prompt's pages are promised from its admission to its last chunk, so a later chunk never
@@ -26,7 +26,7 @@ class TangramPrefillBudget(PrefillBudget):
     def pages_left(self) -> int:
         """Pages that a new request may still reserve."""
         rows = self._pool.rows
-        return self._pool.ledger.free - rows.promised - self._expected_output() - self._admitted
+        return self._pool.reachable_pages - rows.promised - self._expected_output() - self._admitted
 
     @property
     def remaining_total(self) -> int:
@@ -49,7 +49,15 @@ class TangramPrefillBudget(PrefillBudget):
         auxiliary_swa_host_hit_length: int = 0,
     ) -> tuple[bool, int | None]:
         """Whether prompt and output fit whole; a chunk is never cut for want of memory."""
-        self._candidate = self._pool.plan.layout.peak_pages(input_tokens + max_new_tokens)
+        # SGLang matches a request right before it checks it, and has locked the match by now
+        prefix, layout = self._pool.candidate, self._pool.plan.layout
+        if prefix.tokens != input_tokens - extend_input_len:
+            raise RuntimeError(
+                f"SGLang checks a request behind {input_tokens - extend_input_len} cached tokens, "
+                f"the last match has {prefix.tokens}"
+            )
+        peak = layout.peak_pages(input_tokens + max_new_tokens, prefix.tokens, len(prefix.windows))
+        self._candidate = peak - layout.pages(prefix.tokens, len(prefix.windows))
         return (True, chunk_limit) if self._candidate <= self.pages_left else (False, None)
 
     def can_allocate_prefill(self, **demand) -> bool:
@@ -74,8 +82,11 @@ class TangramPrefillBudget(PrefillBudget):
 
     def _expected_output(self) -> int:
         layout = self._pool.plan.layout
-        running = [r.n for r in self._pool.rows.live.values() if r.n >= r.prompt]
+        running = [r for r in self._pool.rows.live.values() if r.n >= r.prompt]
         if not running:
             return 0
         ahead = -int(-self.total_offset // len(running))
-        return sum(max(0, layout.peak_pages(n + ahead, n) - layout.pages(n)) for n in running)
+        return sum(
+            max(0, layout.peak_pages(r.n + ahead, r.n, r.floor) - layout.pages(r.n, r.floor))
+            for r in running
+        )

@@ -34,7 +34,7 @@ class DecodeRow:
             self._seal(step, tail)
         self._rows, self._lengths = [], []
         for heads in backend.kinds:
-            start = layout.tail_start(heads.kind.sliding_window, step.n1)
+            start = layout.tail_start(heads.kind.sliding_window, step.n1, step.floor)
             sealed = step.s1 * heads.kept
             rows = entry_rows(
                 table,

@@ -3,6 +3,8 @@
 import torch
 from sglang.srt.mem_cache.memory_pool import GB, KVCache
 
+from tangram_sglang.cache.node import Prefix
+from tangram_sglang.cache.store import PrefixStore
 from tangram_sglang.plan.serving import ServingPlan
 from tangram_sglang.pool.ledger import Ledger
 from tangram_sglang.pool.rows import Rows
@@ -39,6 +41,9 @@ class TangramKVPool(KVCache):
         self.plan = plan
         self.ledger = Ledger(num_pages)
         self.rows = Rows(layout, self.ledger, max_rows)
+        # set by the prefix cache, which SGLang builds last; and the prefix matched last
+        self.store: PrefixStore | None = None
+        self.candidate: Prefix | None = None
         shape = (num_pages + 1, layout.per_group, 2, layout.rule.page, layout.head_dim)
         self.pages = torch.zeros(shape, dtype=dtype, device=device)
         self.mem_usage = self.get_kv_size_bytes() / GB
@@ -55,6 +60,11 @@ class TangramKVPool(KVCache):
         free, evictable and protected tokens close.
         """
         return pages * self.size // self.ledger.num_pages
+
+    @property
+    def reachable_pages(self) -> int:
+        """Pages that are free or that eviction would free."""
+        return self.ledger.free + self.store.trie.unlocked_pages
 
     def get_kv_size_bytes(self) -> int:
         return self.pages.numel() * self.pages.element_size()

@@ -33,10 +33,10 @@ class KVMetrics:
             "Bytes that an uncompressed cache would have held for the same tokens.",
         )
 
-    def finished(self, n: int) -> None:
-        """Count a request that ended with ``n`` tokens stored."""
+    def finished(self, n: int, floor: int) -> None:
+        """Count a request that ended with ``n`` tokens stored and started from ``floor`` windows."""
         self._requests.inc()
         self._tokens.inc(n)
-        self._entries.inc(self._layout.total_entries(n))
-        self._bytes.inc(self._layout.pages(n) * self._layout.page_bytes(self._itemsize))
+        self._entries.inc(self._layout.total_entries(n, floor))
+        self._bytes.inc(self._layout.pages(n, floor) * self._layout.page_bytes(self._itemsize))
         self._full.inc(self._layout.full_bytes(n, self._itemsize))

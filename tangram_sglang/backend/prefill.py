@@ -38,7 +38,7 @@ class PrefillRow:
         """q [T, HQ, D]; k, v [T, H, D]; returns [T, HQ, D]."""
         mine = self._backend.layers[layer.layer_id]
         kind = self._backend.kinds[mine.kind].kind
-        raw_start = self._layout.tail_start(kind.sliding_window, self._step.n0)
+        raw_start = self._layout.tail_start(kind.sliding_window, self._step.n0, self._step.floor)
         raw_k, raw_v = k.transpose(0, 1), v.transpose(0, 1)
         if self._tail is not None:
             old_k, old_v = self._tail.of_layer(mine)
@@ -69,7 +69,15 @@ class PrefillRow:
         for kept, heads in mine.alike:
             k, v = self._sealed(mine, kept, heads)
             out[heads] = prefill_reference(
-                q[heads], k, v, raw_k[heads], raw_v[heads], raw_start, self._layout.rule, scaling
+                q[heads],
+                k,
+                v,
+                raw_k[heads],
+                raw_v[heads],
+                raw_start,
+                self._layout.rule,
+                scaling,
+                self._step.floor,
             )
         return out
 
@@ -87,7 +95,8 @@ class PrefillRow:
     def _write(self, mine: LayerHeads, kind, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write the new tokens that stay raw to their tail pages."""
         page = self._layout.rule.page
-        start = max(self._step.n0, self._layout.tail_start(kind.sliding_window, self._step.n1))
+        raw = self._layout.tail_start(kind.sliding_window, self._step.n1, self._step.floor)
+        start = max(self._step.n0, raw)
         token = torch.arange(start, self._step.n1, device=k.device)
         ring = self._backend.kinds[mine.kind].ring_offset[mine.groups - kind.first]
         pages = self._table[ring[:, None] + token // page % kind.ring].long()

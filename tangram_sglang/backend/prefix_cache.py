@@ -1,51 +1,80 @@
-"""The prefix cache SGLang asks for. It holds nothing yet: every prompt is a miss, honestly told."""
+"""SGLang's prefix cache over the window trie: sealed windows and raw tails, shared by owner."""
 
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
+    DecLockRefParams,
     DecLockRefResult,
     EvictParams,
     EvictResult,
     IncLockRefResult,
     MatchPrefixParams,
     MatchResult,
+    TreeLock,
 )
 
 from tangram_sglang.backend.metrics import KVMetrics
+from tangram_sglang.cache.node import Prefix
+from tangram_sglang.cache.store import PrefixStore
 
 
 class TangramPrefixCache(BasePrefixCache):
-    """Shares nothing between requests; a request's pages end with the request.
+    """Publishes what requests computed and finds it again.
 
-    SGLang's default caches cannot stand in: they would own token slots that do not exist.
+    Shares nothing with ``--disable-radix-cache``, nor for models with sliding-window layers, whose
+    window before a cut no node holds.
+
+    Publishing changes the owner of pages and copies nothing. What the trie holds already is taken
+    from there and the request's own pages are given back.
     """
 
     def __init__(self, params):
-        # not ``disable = True``: that flag selects an admission path that counts token slots
-        self.disable = False
         self.page_size = params.page_size
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
-        self.root_node = _Root()
-        self._pool = params.token_to_kv_pool_allocator.get_kvcache()
+        self._pool = pool = params.token_to_kv_pool_allocator.get_kvcache()
+        self._layout = layout = pool.plan.layout
+        # not ``disable = True``: that flag selects an admission path that counts token slots
+        self.disable = False
+        self._shares = not params.disable and len(layout.kinds) == 1
+        self._store = pool.store = PrefixStore(pool.rows)
+        self.trie = self._store.trie
+        pool.rows.tail_left = self._leave_tail
         self._metrics = None
         if params.enable_metrics:
             self.init_metrics_collector()
-            self._metrics = KVMetrics(self._pool.plan.layout, self._pool.dtype.itemsize)
+            self._metrics = KVMetrics(layout, pool.dtype.itemsize)
 
     def supports_prefix_sharing(self) -> bool:
-        return False
+        return self._shares
+
+    def root_node_handle(self, extra_key: str | None = None) -> Prefix:
+        return Prefix(0)
 
     def reset(self) -> None:
-        pass
+        """Forget all prefixes; SGLang then clears rows and pages."""
+        self.trie.clear()
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        return MatchResult(0, self.root_node, self.root_node, self.root_node)
+        key, prefix = params.key, Prefix(0)
+        if self._shares:
+            prefix = self.trie.match(_namespace(key), key.token_ids, len(key))
+        self._pool.candidate = prefix
+        return MatchResult(prefix.tokens, prefix, prefix, prefix)
+
+    def touch_prefix(self, key: Any) -> None:
+        if self._shares:
+            self.trie.match(_namespace(key), key.token_ids, len(key))
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs) -> None:
-        pass
+        """Publish the row's sealed windows and whole tail pages below token ``up_to``."""
+        if not self._shares:
+            return
+        tokens = req.full_untruncated_fill_ids[:up_to]
+        self._anchor(req, self._store.publish(req.kv.req_pool_idx, _namespace(req), tokens))
+        req.kv.cache_protected_len = req.last_node.tokens
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
         # pages are given back when the row is
@@ -54,29 +83,59 @@ class TangramPrefixCache(BasePrefixCache):
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         # a retracted request comes back and is counted then
         if checkpointed and self._metrics is not None:
-            self._metrics.finished(self._pool.rows.live[req.kv.req_pool_idx].n)
+            state = self._pool.rows.live[req.kv.req_pool_idx]
+            self._metrics.finished(state.n, state.floor)
 
     def evict(self, params: EvictParams) -> EvictResult:
-        return EvictResult()
+        pages = -(-params.num_tokens * self._pool.ledger.num_pages // self._pool.size)
+        return EvictResult(num_tokens_evicted=self._pool.tokens(self.trie.evict(pages)))
 
-    def inc_lock_ref(self, node: Any) -> IncLockRefResult:
+    def inc_lock_ref(self, node: Prefix) -> IncLockRefResult:
+        self.trie.lock(node)
         return IncLockRefResult()
 
-    def dec_lock_ref(self, node: Any, params: Any = None) -> DecLockRefResult:
+    def dec_lock_ref(self, node: Prefix, params: Any = None) -> DecLockRefResult:
+        self.trie.unlock(node)
         return DecLockRefResult()
 
-    def path_device_indices(self, node: Any) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.int64)
+    def path_device_indices(self, node: Prefix) -> torch.Tensor:
+        # token slots mean nothing here; SGLang copies them into a table nobody reads
+        return torch.zeros(node.tokens, dtype=torch.int64, device=self._pool.device)
+
+    def evictable_size(self) -> int:
+        free = self._pool.ledger.free
+        return self._pool.tokens(free + self.trie.unlocked_pages) - self._pool.tokens(free)
+
+    full_evictable_size = evictable_size
+
+    def protected_size(self) -> int:
+        free = self._pool.ledger.free + self.trie.unlocked_pages
+        return self._pool.tokens(free + self.trie.locked_pages) - self._pool.tokens(free)
+
+    full_protected_size = protected_size
 
     def total_size(self) -> int:
-        return 0
+        return self._pool.tokens(self.trie.locked_pages + self.trie.unlocked_pages)
 
     def pretty_print(self) -> None:
-        print("tangram prefix cache: shares nothing")
+        for node in self.trie.nodes():
+            kind = "window" if node.is_window else "page"
+            print(f"{kind} up to token {node.tokens}: {len(node.pages)} pages, {node.locks} locks")
+
+    def _leave_tail(self, row: int) -> None:
+        """The row sealed its cached tail away: hold on to the windows before it only."""
+        req = self.req_to_token_pool.request_of[row]
+        if req.lock is not None and req.lock.node.tail:
+            self._anchor(req, req.lock.node.without_tail(self._layout.rule.window))
+
+    def _anchor(self, req: Any, prefix: Prefix) -> None:
+        """Move the request's lock."""
+        self.trie.lock(prefix)
+        self.unlock(req.lock)
+        req.lock = TreeLock(prefix, DecLockRefParams())
+        req.last_node = prefix
 
 
-class _Root:
-    """The one node there is."""
-
-    def __init__(self):
-        self.children: dict = {}
+def _namespace(key: Any) -> tuple:
+    """What must be equal beside tokens, of a RadixKey or a request; LoRA is in the extra key."""
+    return key.extra_key, key.cache_salt or None

@@ -88,4 +88,3 @@ def refuse_unsupported(args: Any) -> None:
     found = [f"{flag} ({remedy})" for flag, asked, remedy in _REFUSED if asked(args)]
     if found:
         raise TangramError("--attention-backend tangram does not work with: " + "; ".join(found))
-

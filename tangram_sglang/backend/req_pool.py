@@ -16,14 +16,32 @@ class TangramReqToTokenPool(ReqToTokenPool):
         """Attach our rows; called once, when the page pool exists."""
         self.attach_aux_cache(_RowGrowth(rows))
         self._rows = rows
+        # the live request of each row, for the prefix cache
+        self.request_of: dict[int, object] = {}
 
     def alloc(self, reqs) -> list[int] | None:
         fresh = [req for req in reqs if not req.kv.holds_kv]
         indices = super().alloc(reqs)
         if indices is not None:
             for req in fresh:
-                self._rows.open(req.kv.req_pool_idx, len(req.full_untruncated_fill_ids))
+                self._open(req)
         return indices
+
+    def _open(self, req) -> None:
+        """Bind a row to the prefix that admission locked for the request."""
+        prefix, row = req.last_node, req.kv.req_pool_idx
+        if prefix.tokens != req.prefix_len:
+            raise RuntimeError(
+                f"request {req.rid} starts at token {req.prefix_len}, its cached prefix ends at "
+                f"{prefix.tokens}"
+            )
+        self.request_of[row] = req
+        self._rows.open(
+            row,
+            len(req.full_untruncated_fill_ids),
+            [x.pages for x in prefix.windows],
+            [x.pages for x in prefix.tail],
+        )
 
     def schedulable_token_capacity(self, physical_capacity: int) -> int:
         # the capacity already is in true tokens

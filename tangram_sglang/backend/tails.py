@@ -21,7 +21,7 @@ class Tail:
         self.k: list[torch.Tensor] = []
         self.v: list[torch.Tensor] = []
         for heads, pages in zip(kinds, step.tail, strict=True):
-            start = layout.tail_start(heads.kind.sliding_window, step.n0)
+            start = layout.tail_start(heads.kind.sliding_window, step.n0, step.floor)
             held = torch.from_numpy(pages).to(pool.device)
             rows = page_rows(held, layout.per_group, page)[:, : step.n0 - start]
             rows = column_rows(rows[heads.groups - heads.kind.first], heads.columns, page)

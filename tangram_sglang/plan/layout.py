@@ -129,39 +129,41 @@ class KVLayout:
         """Whether any head drops anything."""
         return bool((self.kept[: self.num_full] < self.rule.window).any())
 
-    # lengths after n tokens
+    # lengths after n tokens of a request that started from ``floor`` cached windows
 
-    def tail_start(self, sliding_window: int | None, n: int) -> int:
+    def tail_start(self, sliding_window: int | None, n: int, floor: int = 0) -> int:
         """First token held raw once ``n`` tokens are stored; always on a page border."""
         if sliding_window is None:
-            return self.rule.sealed(n) * self.rule.window
+            return self.rule.sealed(n, floor) * self.rule.window
         return max(0, n - sliding_window) // self.rule.page * self.rule.page
 
-    def tail_pages(self, sliding_window: int | None, n: int) -> int:
+    def tail_pages(self, sliding_window: int | None, n: int, floor: int = 0) -> int:
         """Pages of a raw tail after ``n`` tokens, in each group of that kind."""
-        return self.rule.pages(n - self.tail_start(sliding_window, n))
+        return self.rule.pages(n - self.tail_start(sliding_window, n, floor))
 
-    def entries(self, g: int, n: int) -> int:
+    def entries(self, g: int, n: int, floor: int = 0) -> int:
         """Entries that each head of group ``g`` holds after ``n`` tokens."""
-        tail = n - self.tail_start(self.groups[g].sliding_window, n)
-        return self.rule.sealed(n) * int(self.kept[g]) + tail
+        tail = n - self.tail_start(self.groups[g].sliding_window, n, floor)
+        return self.rule.sealed(n, floor) * int(self.kept[g]) + tail
 
-    def pages(self, n: int) -> int:
+    def pages(self, n: int, floor: int = 0) -> int:
         """Pages that a request holds once ``n`` of its tokens are stored, over all groups."""
-        tails = sum((k.end - k.first) * self.tail_pages(k.sliding_window, n) for k in self.kinds)
-        return self.rule.sealed(n) * self._window_pages + tails
+        tails = sum(
+            (k.end - k.first) * self.tail_pages(k.sliding_window, n, floor) for k in self.kinds
+        )
+        return self.rule.sealed(n, floor) * self.window_pages + tails
 
-    def peak_pages(self, n: int, start: int = 0) -> int:
+    def peak_pages(self, n: int, start: int = 0, floor: int = 0) -> int:
         """Most pages a request holds on its way from ``start`` to ``n`` tokens.
 
         Within an epoch pages only grow; when a window is sealed they may drop. So the most is
         held at the end, or at the last token before one of the sealings on the way, of which
         the last weighs most.
         """
-        most = max(self.pages(n), self.pages(start))
-        s = self.rule.sealed(n)
-        if s > self.rule.sealed(start):
-            most = max(most, self.pages(self.rule.epoch_end(s - 1)))
+        most = max(self.pages(n, floor), self.pages(start, floor))
+        s = self.rule.sealed(n, floor)
+        if s > self.rule.sealed(start, floor):
+            most = max(most, self.pages(self.rule.epoch_end(s - 1), floor))
         # a sliding window holds a page more just before its first page falls out
         for kind in self.kinds:
             if kind.sliding_window is not None and n > kind.sliding_window:
@@ -178,15 +180,21 @@ class KVLayout:
             low, high = (middle, high) if self.peak_pages(middle) <= pages else (low, middle)
         return low
 
+    @cached_property
+    def window_pages(self) -> int:
+        """Pages of one sealed window over all groups."""
+        return int(self.kept.sum()) // self.rule.page
+
     # bytes
 
     def page_bytes(self, itemsize: int) -> int:
         """H_p heads x (K and V) x P tokens x d."""
         return self.per_group * 2 * self.rule.page * self.head_dim * itemsize
 
-    def total_entries(self, n: int) -> int:
+    def total_entries(self, n: int, floor: int = 0) -> int:
         """K/V pairs of all heads after ``n`` tokens."""
-        return sum(len(group.heads) * self.entries(g, n) for g, group in enumerate(self.groups))
+        groups = enumerate(self.groups)
+        return sum(len(group.heads) * self.entries(g, n, floor) for g, group in groups)
 
     def full_bytes(self, n: int, itemsize: int) -> int:
         """Bytes of an uncompressed cache of ``n`` tokens: every token in every head."""
@@ -223,7 +231,3 @@ class KVLayout:
     def ring_offset(self) -> np.ndarray:
         """First ring entry of each group in a row, [G] int64."""
         return self.table_offset[:-1] + self.sealed_slots
-
-    @cached_property
-    def _window_pages(self) -> int:
-        return int(self.kept.sum()) // self.rule.page

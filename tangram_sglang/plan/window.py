@@ -34,13 +34,14 @@ class WindowRule:
                 f"keeps of a window; lower TANGRAM_SINKS to {self.page} or less"
             )
 
-    def sealed(self, n: int) -> int:
+    def sealed(self, n: int, floor: int = 0) -> int:
         """Windows that the last of ``n`` tokens sees sealed.
 
         Window j is sealed once (j+1)W + R tokens came before a query. The token that completes
-        that count still sees the window raw, so sealing runs with the token after it.
+        that count still sees the window raw, so sealing runs with the token after it. A request
+        that starts from ``floor`` windows of the prefix cache never sees fewer.
         """
-        return max(0, (n - 1 - self.recent) // self.window)
+        return max(floor, (n - 1 - self.recent) // self.window)
 
     def epoch_end(self, s: int) -> int:
         """First position whose query sees more than ``s`` sealed windows."""

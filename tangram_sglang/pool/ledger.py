@@ -1,7 +1,8 @@
 """Who owns each page. Host side only: knows no device, no tokens and no tables.
 
-Page 0 is the dummy that padded rows write to; it is never handed out. Every other page is free
-or owned by exactly one request row (a row id above 0).
+Page 0 is the dummy that padded rows write to; it is never handed out. Every other page is free,
+private to one request row (a row id above 0) or owned by one node of the prefix cache (an id
+below 0).
 """
 
 import numpy as np
@@ -42,29 +43,38 @@ class Ledger:
         self._owner[pages] = row
         return pages
 
-    def give(self, pages: np.ndarray, row: int) -> None:
-        """Take ``pages`` back from ``row``, which must own each of them."""
-        owners = self._owner[pages]
-        if (owners != row).any():
-            wrong = pages[owners != row][:8].tolist()
-            raise RuntimeError(f"row {row} gives back pages it does not own: {wrong}")
-        if len(np.unique(pages)) != len(pages):
-            raise RuntimeError(f"row {row} gives a page back twice")
+    def hand_over(self, pages: np.ndarray, owner: int, to: int) -> None:
+        """Change the owner of ``pages``; their content stays where it is."""
+        self._require(pages, owner)
+        self._owner[pages] = to
+
+    def give(self, pages: np.ndarray, owner: int) -> None:
+        """Take ``pages`` back from ``owner``, who must own each of them."""
+        self._require(pages, owner)
         self._owner[pages] = FREE
         self._stack[self.free : self.free + len(pages)] = pages
         self.free += len(pages)
 
-    def owned(self, row: int) -> np.ndarray:
-        """Pages of ``row`` in ascending order; scans the pool, for checks only."""
-        return np.flatnonzero(self._owner[1:] == row) + 1
+    def owned(self, owner: int) -> np.ndarray:
+        """Pages of ``owner`` in ascending order; scans the pool, for checks only."""
+        return np.flatnonzero(self._owner[1:] == owner) + 1
 
     def check(self) -> None:
-        """free + private == total, and no page twice; RuntimeError with the numbers if not."""
+        """free + private + cached == total, and no page twice; RuntimeError if not."""
         stacked = self._stack[: self.free]
-        private = int((self._owner[1:] != FREE).sum())
+        private, cached = int((self._owner > FREE).sum()), int((self._owner < FREE).sum())
         if len(np.unique(stacked)) != self.free or (self._owner[stacked] != FREE).any():
             raise RuntimeError("a page is on the free list twice, or free and owned at once")
-        if self.free + private != self.num_pages:
+        if self.free + private + cached != self.num_pages:
             raise RuntimeError(
-                f"free {self.free} + private {private} != total {self.num_pages} pages"
+                f"free {self.free} + private {private} + cached {cached} != total "
+                f"{self.num_pages} pages"
             )
+
+    def _require(self, pages: np.ndarray, owner: int) -> None:
+        owners = self._owner[pages]
+        if (owners != owner).any():
+            wrong = pages[owners != owner][:8].tolist()
+            raise RuntimeError(f"owner {owner} gives away pages it does not own: {wrong}")
+        if len(np.unique(pages)) != len(pages):
+            raise RuntimeError(f"owner {owner} gives a page away twice")

@@ -10,17 +10,24 @@ A row grows from n0 to n1 tokens in one step. In a group of full-attention heads
     tail   s1*W .. n0       kept where they are
     tail   n0   .. n1       taken now, as whole pages
 
-A sliding-window group has no sealed windows and its tail starts where the window does. Pages
-given back may be handed to another row of the same step. That is safe because a step copies the
+A sliding-window group has no sealed windows and its tail starts where the window does.
+
+The first pages of a row may belong to the prefix cache: windows 0..cached_windows and tail tokens
+before cached_tokens. A row reads them and neither gives them back nor writes to them.
+
+Pages given back may be handed to another row of the same step. That is safe because a step copies the
 tails it still needs (``Step.tail``) before any of its writes, and steps run in order.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from tangram_sglang.plan.layout import Kind, KVLayout
 from tangram_sglang.pool.ledger import Ledger
+
+_NO_SLOTS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +38,7 @@ class Step:
         row: row of the page table.
         n0, n1: tokens stored before and after.
         s0, s1: sealed windows before and after.
+        floor: windows that the row started from.
         tail: page ids of the tail before the step, [groups, pages] int32 per kind of group; empty
             where the step does not move it.
     """
@@ -40,6 +48,7 @@ class Step:
     n1: int
     s0: int
     s1: int
+    floor: int
     tail: tuple[np.ndarray, ...]
 
 
@@ -50,11 +59,17 @@ class Row:
     Attributes:
         n: tokens stored once the steps granted so far have run.
         prompt: tokens of the prompt, whose pages are promised from admission on.
+        floor: windows sealed from the start on, whatever ``n`` says.
+        cached_windows, cached_tokens: what the prefix cache owns of the row's windows and tail;
+            ``cached_tokens`` is a page border.
         step: the last step granted.
     """
 
     prompt: int
     n: int = 0
+    floor: int = 0
+    cached_windows: int = 0
+    cached_tokens: int = 0
     step: Step | None = None
 
 
@@ -65,6 +80,9 @@ class Rows:
         layout: closed forms of every length.
         ledger: owner of the pages.
         max_rows: highest row id.
+
+    ``evict`` is called with a number of pages that must become free; ``tail_left`` with a row
+    whose cached tail has been sealed away. The prefix cache sets both.
     """
 
     def __init__(self, layout: KVLayout, ledger: Ledger, max_rows: int):
@@ -72,12 +90,31 @@ class Rows:
         self.ledger = ledger
         self.table = np.zeros((max_rows + 1, int(layout.table_offset[-1])), dtype=np.int32)
         self.live: dict[int, Row] = {}
+        self.evict: Callable[[int], object] = lambda pages: None
+        self.tail_left: Callable[[int], None] = lambda row: None
 
-    def open(self, row: int, prompt: int) -> None:
-        """Start a request of ``prompt`` tokens on ``row``."""
+    def open(
+        self,
+        row: int,
+        prompt: int,
+        windows: Sequence[np.ndarray] = (),
+        tail: Sequence[np.ndarray] = (),
+    ) -> None:
+        """Start a request of ``prompt`` tokens on ``row`` behind a cached prefix.
+
+        Args:
+            windows: pages of each cached window, in the order of ``window_pages``.
+            tail: pages of each cached tail page, in the order of ``tail_page``.
+        """
         if row in self.live:
             raise RuntimeError(f"row {row} is in use")
-        self.live[row] = Row(prompt)
+        rule, floor = self.layout.rule, len(windows)
+        n = floor * rule.window + len(tail) * rule.page
+        self.live[row] = Row(prompt, n, floor, floor, n)
+        for j, pages in enumerate(windows):
+            self.table[row, self._sealed_slots(j, j + 1)] = pages
+        for i, pages in enumerate(tail, floor * rule.window // rule.page):
+            self.table[row, self._full_ring(i)] = pages
 
     def advance(self, targets: list[tuple[int, int]]) -> None:
         """Grow each (row, tokens) of one forward step; takes and gives back all pages it needs.
@@ -88,15 +125,22 @@ class Rows:
         steps = [self._plan_step(row, n1) for row, n1 in targets]
         for step in steps:
             self._give_tail(step)
-        for step in steps:
-            self._take(step)
             state = self.live[step.row]
             state.n, state.step = step.n1, step
+            if step.s1 > step.s0 and state.cached_tokens <= step.s1 * self.layout.rule.window:
+                self.tail_left(step.row)
+        slots = [self._new_slots(step) for step in steps]
+        short = sum(map(len, slots)) - self.ledger.free
+        if short > 0:
+            self.evict(short)
+        for step, new in zip(steps, slots, strict=True):
+            if len(new):
+                self.table[step.row, new] = self.ledger.take(len(new), step.row)
 
     def close(self, row: int) -> None:
-        """Give back everything the row holds."""
+        """Give back everything the row owns."""
         if row in self.live:
-            self.ledger.give(self.pages_of(row), row)
+            self.ledger.give(self.private_pages(row), row)
             self.table[row] = 0
             del self.live[row]
 
@@ -110,33 +154,82 @@ class Rows:
     def promised(self) -> int:
         """Pages that prompts still in prefill will take and no one else may."""
         return sum(
-            max(0, self.layout.peak_pages(r.prompt, r.n) - self.layout.pages(r.n))
+            max(0, self.layout.peak_pages(r.prompt, r.n, r.floor) - self.layout.pages(r.n, r.floor))
             for r in self.live.values()
             if r.n < r.prompt
         )
 
     def check(self) -> None:
-        """Ledger consistent, and every row owns exactly the pages its table names and predicts."""
+        """Ledger consistent; every row owns exactly the pages its table names and predicts."""
         self.ledger.check()
         for row, state in self.live.items():
             held = self.ledger.owned(row)
-            predicted = self.layout.pages(state.n)
+            predicted = self.layout.pages(state.n, state.floor) - self.shared(row)
             if len(held) != predicted:
-                raise RuntimeError(f"row {row} holds {len(held)} pages, predicted {predicted}")
-            if not np.array_equal(np.sort(self.pages_of(row)), held):
+                raise RuntimeError(f"row {row} owns {len(held)} pages, predicted {predicted}")
+            if not np.array_equal(np.sort(self.private_pages(row)), held):
                 raise RuntimeError(f"row {row}: its table names other pages than it owns")
 
-    def pages_of(self, row: int) -> np.ndarray:
-        """All page ids of a row: sealed ones group by group, then the tails."""
-        n = self.live[row].n
-        tails = [self._ring(kind, *self._tail_span(kind, n)).ravel() for kind in self.layout.kinds]
-        slots = [self._sealed_slots(0, self.layout.rule.sealed(n)), *tails]
+    def shared(self, row: int) -> int:
+        """Pages that the row reads and the prefix cache owns."""
+        state, rule = self.live[row], self.layout.rule
+        start = self.layout.tail_start(None, state.n, state.floor)
+        tail = max(0, state.cached_tokens - start) // rule.page
+        return state.cached_windows * self.layout.window_pages + tail * self.layout.num_full
+
+    def private_pages(self, row: int) -> np.ndarray:
+        """Page ids the row owns: sealed ones group by group, then the tails."""
+        state, page = self.live[row], self.layout.rule.page
+        sealed = self.layout.rule.sealed(state.n, state.floor)
+        slots = [self._sealed_slots(state.cached_windows, sealed)]
+        for kind in self.layout.kinds:
+            first, end = self._tail_span(kind, state.n, state.floor)
+            if kind.sliding_window is None:
+                first = max(first, state.cached_tokens // page)
+            slots.append(self._ring(kind, first, end).ravel())
         return self.table[row, np.concatenate(slots)]
 
-    def _tail_span(self, kind: Kind, n: int) -> tuple[int, int]:
+    def window_pages(self, row: int, window: int) -> np.ndarray:
+        """Pages of a sealed window, group by group."""
+        return self.table[row, self._sealed_slots(window, window + 1)]
+
+    def tail_page(self, row: int, page: int) -> np.ndarray:
+        """Raw pages of tokens page*P.. in the full-attention groups, a page a group."""
+        return self.table[row, self._full_ring(page)]
+
+    def share_window(self, row: int, pages: np.ndarray, owner: int | None) -> None:
+        """The row's next private window becomes the cache's.
+
+        Args:
+            pages: what the cache owns: the row's own pages, or those of an equal window.
+            owner: new owner of the row's own pages, or None to give them back.
+        """
+        state = self.live[row]
+        self._share(
+            row, self._sealed_slots(state.cached_windows, state.cached_windows + 1), pages, owner
+        )
+        state.cached_windows += 1
+
+    def share_tail_page(self, row: int, page: int, pages: np.ndarray, owner: int | None) -> None:
+        """The same for the raw pages of tokens page*P..; in order of ``page``."""
+        self._share(row, self._full_ring(page), pages, owner)
+        self.live[row].cached_tokens = (page + 1) * self.layout.rule.page
+
+    def _share(self, row, slots, pages, owner) -> None:
+        mine = self.table[row, slots]
+        if owner is None:
+            self.ledger.give(mine, row)
+            self.table[row, slots] = pages
+        else:
+            self.ledger.hand_over(mine, row, owner)
+
+    def _full_ring(self, page: int) -> np.ndarray:
+        return self._ring(self.layout.kinds[0], page, page + 1)[:, 0]
+
+    def _tail_span(self, kind: Kind, n: int, floor: int) -> tuple[int, int]:
         """First and one past the last tail page, counted from token 0."""
         rule = self.layout.rule
-        return self.layout.tail_start(kind.sliding_window, n) // rule.page, rule.pages(n)
+        return self.layout.tail_start(kind.sliding_window, n, floor) // rule.page, rule.pages(n)
 
     def _ring(self, kind: Kind, first: int, end: int) -> np.ndarray:
         """Table entries of tail pages first..end, [groups of the kind, pages]."""
@@ -144,36 +237,39 @@ class Rows:
         return offset[:, None] + np.arange(first, end) % kind.ring
 
     def _plan_step(self, row: int, n1: int) -> Step:
-        n0, prompt = self.live[row].n, self.live[row].prompt
+        state = self.live[row]
+        n0 = state.n
         if n1 < n0:
             raise RuntimeError(f"row {row} would shrink from {n0} to {n1} tokens")
-        s0, s1 = self.layout.rule.sealed(n0), self.layout.rule.sealed(n1)
+        s0, s1 = (self.layout.rule.sealed(n, state.floor) for n in (n0, n1))
         tail = ()
         # a decode step that seals nothing reads its tail where it lies
-        if n0 < prompt or s1 > s0:
+        if n0 < state.prompt or s1 > s0:
             tail = tuple(
-                self.table[row, self._ring(kind, *self._tail_span(kind, n0))]
+                self.table[row, self._ring(kind, *self._tail_span(kind, n0, state.floor))]
                 for kind in self.layout.kinds
             )
-        return Step(row, n0, n1, s0, s1, tail)
+        return Step(row, n0, n1, s0, s1, state.floor, tail)
 
     def _give_tail(self, step: Step) -> None:
+        cached = self.live[step.row].cached_tokens // self.layout.rule.page
         for kind in self.layout.kinds:
-            first, end = self._tail_span(kind, step.n0)
-            gone = self._ring(kind, first, min(end, self._tail_span(kind, step.n1)[0])).ravel()
+            first, end = self._tail_span(kind, step.n0, step.floor)
+            if kind.sliding_window is None:
+                first = max(first, cached)
+            end = min(end, self._tail_span(kind, step.n1, step.floor)[0])
+            gone = self._ring(kind, first, end).ravel()
             if len(gone):
                 self.ledger.give(self.table[step.row, gone], step.row)
 
-    def _take(self, step: Step) -> None:
+    def _new_slots(self, step: Step) -> np.ndarray:
         slots = [self._sealed_slots(step.s0, step.s1)] if step.s1 > step.s0 else []
         for kind in self.layout.kinds:
-            first, end = self._tail_span(kind, step.n1)
+            first, end = self._tail_span(kind, step.n1, step.floor)
             first = max(first, self.layout.rule.pages(step.n0))
             if first < end:
                 slots.append(self._ring(kind, first, end).ravel())
-        if slots:
-            slots = np.concatenate(slots)
-            self.table[step.row, slots] = self.ledger.take(len(slots), step.row)
+        return np.concatenate(slots) if slots else _NO_SLOTS
 
     def _sealed_slots(self, s0: int, s1: int) -> np.ndarray:
         """Table entries of windows s0..s1, group by group."""

@@ -92,7 +92,7 @@ class RowMachine(RuleBasedStateMachine):
     def _tail(self, row):
         n = self.rows.live[row].n
         return [
-            self.rows.table[row, self.rows._ring(kind, *self.rows._tail_span(kind, n))]
+            self.rows.table[row, self.rows._ring(kind, *self.rows._tail_span(kind, n, 0))]
             for kind in self.layout.kinds
         ]
 

@@ -1,0 +1,1 @@
+"""The prefix cache's tree; imports neither SGLang nor Triton."""

@@ -1,0 +1,188 @@
+"""The window trie: which prefixes lie in the pool, who uses them, what goes first (design 8).
+
+Nothing ever splits: an edge is a whole window or a whole page. Pages enter by changing owner and
+leave through ``release``; the trie itself copies and writes nothing.
+"""
+
+import heapq
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+
+from tangram_sglang.cache.node import Node, Prefix, Tokens
+from tangram_sglang.plan.window import WindowRule
+
+
+class WindowTrie:
+    """One tree per namespace over one pool.
+
+    Args:
+        rule: windows, recent tokens and pages.
+        release: called with (pages, owner id) when a node goes.
+    """
+
+    def __init__(self, rule: WindowRule, release: Callable[[np.ndarray, int], None]):
+        self._rule = rule
+        self._release = release
+        self._clock = 0
+        self._next_id = -1
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything without releasing it: the owner of the pages has taken all back."""
+        self._roots: dict[Hashable, Node] = {}
+        self.unlocked_pages = 0
+        self.locked_pages = 0
+
+    def root(self, namespace: Hashable) -> Node:
+        """The empty prefix of ``namespace``; made on first use."""
+        if namespace not in self._roots:
+            self._roots[namespace] = Node(None, (), False, 0)
+        return self._roots[namespace]
+
+    def match(self, namespace: Hashable, tokens: Sequence[int], limit: int) -> Prefix:
+        """The state to start from: the longest exact one, or the branch, whichever is longer.
+
+        A state is exact where at least R raw tokens follow its windows (or it has no window): its
+        next query then sees what it would have seen without the cache. Without them the request
+        goes back as many windows as hold R tokens and has them prefilled again.
+
+        Args:
+            namespace: what must be equal beside the tokens.
+            tokens: the whole prompt.
+            limit: most tokens to match.
+        """
+        spine = [self.root(namespace)]
+        while child := self._child(spine[-1], tokens, limit, True):
+            spine.append(child)
+        sealed = 1
+        while sealed < len(spine) and len(spine[sealed].pages):
+            sealed += 1
+        windows = spine[1:sealed]
+        size, recent = self._rule.window, self._rule.recent
+        kept = windows[: max(0, len(windows) - -(-recent // size))]
+        best = Prefix(len(kept) * size, tuple(kept))
+        for count in range(len(windows), -1, -1):
+            if (count + 1) * size + recent <= best.tokens:
+                break
+            tail, passed = self._tail(spine, count, tokens, limit)
+            raw = len(tail) * self._rule.page
+            if (count == 0 or raw >= recent) and count * size + raw > best.tokens:
+                best = Prefix(count * size + raw, tuple(windows[:count]), tail, passed)
+        self._touch(best.nodes)
+        return best
+
+    def child(self, parent: Node, key: Tokens, is_window: bool) -> Node | None:
+        """The edge of these tokens, or None."""
+        return parent.children.get((is_window, key))
+
+    def add(self, parent: Node, key: Tokens, is_window: bool) -> Node:
+        """The edge of these tokens; made, without pages, where there is none."""
+        node = self.child(parent, key, is_window)
+        if node is None:
+            node = parent.children[is_window, key] = Node(parent, key, is_window, self._next_id)
+            self._next_id -= 1
+            self._touch((node,))
+        return node
+
+    def fill(self, node: Node, pages: np.ndarray) -> None:
+        """Give a node without pages its own; the caller hands them over to ``node.id``."""
+        if len(node.pages):
+            raise RuntimeError(f"the node up to token {node.tokens} has pages already")
+        node.pages = pages
+        if node.locks:
+            self.locked_pages += len(pages)
+        else:
+            self.unlocked_pages += len(pages)
+
+    def lock(self, prefix: Prefix) -> None:
+        """Keep everything ``prefix`` needs; counted."""
+        for node in prefix.nodes:
+            if node.locks == 0:
+                self._move(node, +1)
+            node.locks += 1
+        self._touch(prefix.nodes)
+
+    def unlock(self, prefix: Prefix) -> None:
+        """Undo one ``lock``."""
+        for node in prefix.nodes:
+            if node.locks == 0:
+                raise RuntimeError(f"the node up to token {node.tokens} is not locked")
+            node.locks -= 1
+            if node.locks == 0:
+                self._move(node, -1)
+
+    def evict(self, pages: int) -> int:
+        """Release least recently used leaves until ``pages`` pages are free; pages released."""
+        leaves = [(x.used, -x.id, x) for x in self.nodes() if not x.children and not x.locks]
+        heapq.heapify(leaves)
+        released = 0
+        while leaves and released < pages:
+            node = heapq.heappop(leaves)[2]
+            parent = node.parent
+            del parent.children[node.is_window, node.key]
+            if len(node.pages):
+                self.unlocked_pages -= len(node.pages)
+                released += len(node.pages)
+                self._release(node.pages, node.id)
+            if parent.parent is not None and not parent.children and not parent.locks:
+                heapq.heappush(leaves, (parent.used, -parent.id, parent))
+        return released
+
+    def nodes(self) -> list[Node]:
+        """All nodes but the roots."""
+        found, todo = [], list(self._roots.values())
+        while todo:
+            children = list(todo.pop().children.values())
+            found += children
+            todo += children
+        return found
+
+    def check(self) -> None:
+        """Counters and locks agree with the tree; RuntimeError with the numbers if not."""
+        nodes = self.nodes()
+        locked = sum(len(x.pages) for x in nodes if x.locks)
+        unlocked = sum(len(x.pages) for x in nodes if not x.locks)
+        if (locked, unlocked) != (self.locked_pages, self.unlocked_pages):
+            raise RuntimeError(
+                f"trie holds {locked} locked and {unlocked} unlocked pages, counts "
+                f"{self.locked_pages} and {self.unlocked_pages}"
+            )
+        for x in nodes:
+            if any(child.locks > x.locks for child in x.children.values()):
+                raise RuntimeError(f"the node up to token {x.tokens} is locked less than below it")
+
+    def _tail(self, spine, count: int, tokens, limit: int):
+        """Raw page nodes behind ``count`` windows, and the window nodes they pass."""
+        tail, passed = [], []
+        page, size = self._rule.page, self._rule.window
+        per_window = size // page
+        for i in range((size + self._rule.recent) // page):
+            if i % per_window:
+                node = tail[-1]
+            elif count + i // per_window < len(spine):
+                node = spine[count + i // per_window]
+            else:
+                break
+            child = self._child(node, tokens, limit, False)
+            if child is None:
+                break
+            if i and i % per_window == 0:
+                passed.append(node)
+            tail.append(child)
+        return tuple(tail), tuple(passed)
+
+    def _child(self, node: Node, tokens, limit: int, is_window: bool) -> Node | None:
+        end = node.tokens + (self._rule.window if is_window else self._rule.page)
+        if end > limit:
+            return None
+        return node.children.get((is_window, tuple(tokens[node.tokens : end])))
+
+    def _touch(self, nodes) -> None:
+        self._clock += 1
+        for node in nodes:
+            node.used = self._clock
+
+    def _move(self, node: Node, sign: int) -> None:
+        self.locked_pages += sign * len(node.pages)
+        self.unlocked_pages -= sign * len(node.pages)

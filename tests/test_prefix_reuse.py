@@ -1,0 +1,165 @@
+"""Prefixes are reused on compressed KV, and a continued conversation does not notice."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from tests.harness import Req
+from tests.probes import watch
+from tests.reference.tiny import random_tokens, save, tiny_llama
+from tests.serving import TINY_ENV, assert_reserved_exactly, serve
+
+pytestmark = pytest.mark.server
+
+W, P = 32, 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.set_num_threads(1)
+    return save(
+        tiny_llama(seed=9, layers=3, q_heads=6, kv_heads=3), tmp_path_factory.mktemp("reuse")
+    )
+
+
+def conversation(name, seed, turns=5, first=90):
+    """A chat of ``turns`` turns; every turn's prompt is all that was said before and 20-odd more."""
+    lengths = [first, *(17 + 7 * i for i in range(1, turns))]
+    return [
+        Req(
+            random_tokens(n, seed=100 * seed + i),
+            [40, 33, 1, 64, 20][i % 5],
+            rid=f"{name}{i}-",
+            after=f"{name}{i - 1}-" if i else "",
+            continues=i > 0,
+        )
+        for i, n in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
+@pytest.mark.parametrize("retention", [1.0, 0.3])
+def test_five_turns_reuse_all_but_a_page_and_change_nothing(folder, retention, overlap):
+    env = {**TINY_ENV, "TANGRAM_RETENTION": str(retention)}
+    requests = [r for i in range(4) for r in conversation(f"c{i}x", i, first=60 + 23 * i)]
+    arguments = {"chunked_prefill_size": 64}
+    cold = serve(folder, requests, env=env, disable_radix_cache=True, **arguments)
+    warm = serve(folder, requests, env=env, overlap=overlap, **arguments)
+    assert warm.tokens == cold.tokens
+    assert_reserved_exactly(warm)
+    for request in requests:
+        output = warm[request.rid]
+        if request.continues:
+            # the last token of an answer is never stored
+            stored = len(output.prompt_ids) - len(request.input_ids) - 1
+            assert stored - P < output.cached_tokens <= stored
+        else:
+            assert output.cached_tokens == 0
+        assert cold[request.rid].cached_tokens == 0
+
+
+def test_another_user_of_a_document_reuses_its_windows_but_one(folder):
+    env = {**TINY_ENV, "TANGRAM_RETENTION": "0.3"}
+    document = random_tokens(300, seed=1)
+    requests = [Req(document + random_tokens(10, seed=2), 10, rid="first")]
+    requests += [
+        Req(document + random_tokens(9 + i, seed=10 + i), 10, rid=f"user{i}-", after="first")
+        for i in range(4)
+    ]
+    result = serve(folder, requests, env=env)
+    for i in range(4):
+        # 9 windows and 12 raw tokens match; fewer than R are raw, so the last window goes again
+        assert result[f"user{i}-"].cached_tokens == (300 // W - 1) * W
+
+
+def test_a_branch_lands_one_window_earlier_and_equals_a_branch_of_full_kv_at_retention_1(folder):
+    """At retention 1 a window more or less makes no difference to any query."""
+    env = {**TINY_ENV, "TANGRAM_RETENTION": "1.0"}
+    document = random_tokens(300, seed=1)
+    # the tail of the first request starts behind window 8; the second leaves it before that
+    branch = document[:200] + random_tokens(40, seed=3)
+    requests = [Req(document, 10, rid="first"), Req(branch, 20, rid="branch", after="first")]
+    result = serve(folder, requests, env=env)
+    alone = serve(folder, [Req(branch, 20, rid="branch")], env=env)
+    assert result["branch"].cached_tokens == (200 // W - 1) * W
+    assert result["branch"].output_ids == alone["branch"].output_ids
+
+
+def test_the_same_prompt_again_leaves_a_token_to_compute(folder):
+    """B9 (lablup/mlxcel#183): a prompt of whole pages and whole chunks, three times."""
+    env = {**TINY_ENV, "TANGRAM_RETENTION": "0.3"}
+    prompt = random_tokens(128, seed=4)
+    requests = [Req(prompt, 12, rid="r0-")]
+    requests += [Req(prompt, 12, rid=f"r{i}-", after=f"r{i - 1}-") for i in (1, 2)]
+    result = serve(folder, requests, env=env, chunked_prefill_size=64)
+    assert result["r0-"].output_ids == result["r1-"].output_ids == result["r2-"].output_ids
+    assert [result[f"r{i}-"].cached_tokens for i in range(3)] == [0, 124, 124]
+
+
+def test_pressure_evicts_and_answers_stay_the_same(folder):
+    """At retention 1, where a conversation whose raw tail went and which branches is exact too."""
+    env = {**TINY_ENV, "TANGRAM_RETENTION": "1.0"}
+    requests = [r for i in range(8) for r in conversation(f"c{i}x", 20 + i, turns=3)]
+    cold = serve(folder, requests, env=env, disable_radix_cache=True)
+    for overlap in (False, True):
+        warm = serve(folder, requests, env=env, max_total_tokens=1600, overlap=overlap)
+        assert warm.tokens == cold.tokens
+        assert_reserved_exactly(warm)
+        hits = sum(out.cached_tokens for out in warm.outputs.values())
+        assert 0 < hits < sum(len(out.prompt_ids) for out in warm.outputs.values())
+
+
+def _retract(control):
+    watch(control)
+    if control.step in (12, 30, 60):
+        control.force_retract()
+
+
+def test_retraction_with_a_cache_changes_nothing(folder):
+    env = {**TINY_ENV, "TANGRAM_RETENTION": "0.3"}
+    requests = [r for i in range(4) for r in conversation(f"c{i}x", 40 + i, turns=2)]
+    cold = serve(folder, requests, env=env, disable_radix_cache=True)
+    for overlap in (False, True):
+        warm = serve(folder, requests, env=env, on_step=_retract, overlap=overlap)
+        assert len(warm.retractions) >= 2
+        assert warm.tokens == cold.tokens
+
+
+def _abort(step, control):
+    watch(control)
+    if control.step == step:
+        control.abort("gone")
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 5, 9])
+def test_an_aborted_request_leaves_only_right_pages_behind(folder, step):
+    """B1 (sgl-project/sglang#38319): pages published in mid-prefill, then the request again."""
+    env = {**TINY_ENV, "TANGRAM_RETENTION": "0.3"}
+    prompt = random_tokens(200, seed=5)
+    alone = serve(folder, [Req(prompt, 20, rid="x")], env=env)["x"].output_ids
+    for overlap in (False, True):
+        requests = [Req(prompt, 20, rid="gone"), Req(prompt, 20, rid="again", after="gone")]
+        result = serve(
+            folder,
+            requests,
+            env=env,
+            overlap=overlap,
+            on_step=partial(_abort, step),
+            chunked_prefill_size=64,
+        )
+        assert result["again"].output_ids == alone
+
+
+def test_namespaces_share_nothing(folder):
+    """D7 (sgl-project/sglang#24638)."""
+    env = {**TINY_ENV, "TANGRAM_RETENTION": "0.3"}
+    prompt = random_tokens(150, seed=6)
+    requests = [
+        Req(prompt, 5, rid="plain"),
+        Req(prompt, 5, rid="keyed", after="plain", fields={"extra_key": "adapter"}),
+        Req(prompt, 5, rid="again", after="keyed", fields={"extra_key": "adapter"}),
+    ]
+    result = serve(folder, requests, env=env)
+    assert result["keyed"].cached_tokens == 0
+    assert result["again"].cached_tokens >= 148 - P
