@@ -6,6 +6,9 @@ RETENTION ?= 0.5
 ARGS ?=
 BIN := .venv/bin
 
+# tests start several processes; threads that spin at each barrier would slow them down many times
+export OMP_WAIT_POLICY ?= PASSIVE
+
 .PHONY: help env model demo test lint bench clean
 
 help:

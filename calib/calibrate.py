@@ -29,8 +29,8 @@ from tangram_sglang.plan.file import (
 from tangram_sglang.plan.model_config import model_config
 from tangram_sglang.plan.stats import load_query_stats
 
-# of the stored covariances; docs/calibration.md has the measurement
-RANK = 8
+# of the stored covariances; README.md beside this file has the measurement
+RANK = 4
 SELECTION = "expected_attention"
 PROMPT_TIMEOUT_S = 600.0
 

@@ -62,8 +62,11 @@ class StandIn:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                owner.answer(body)
-                self.send_response(200)
+                try:
+                    owner.answer(body)
+                    self.send_response(200)
+                except ValueError:
+                    self.send_response(400)
                 self.end_headers()
                 self.wfile.write(b"{}")
 
@@ -172,6 +175,25 @@ def test_a_server_that_dies_shows_its_log(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(StandIn, "wait_until_ready", die)
     assert run(model, tmp_path) == 1
     assert capsys.readouterr().err.endswith("the log\ntangram calibrate: error: it died\n")
+
+
+def test_a_prompt_without_an_answer_shows_the_log(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(calibrate, "Server", StandIn)
+    monkeypatch.setattr(StandIn, "url", "http://127.0.0.1:1", raising=False)
+    monkeypatch.setattr(StandIn, "__enter__", lambda self: self)
+    monkeypatch.setattr(StandIn, "__exit__", lambda self, *exc_info: None)
+    assert run(model, tmp_path) == 1
+    assert "the log\ntangram calibrate: error: no answer for essay" in capsys.readouterr().err
+
+
+def test_a_prompt_that_is_refused_says_why(model, tmp_path, monkeypatch, capsys):
+    def refuse(self, body):
+        raise ValueError("too long")
+
+    monkeypatch.setattr(calibrate, "Server", StandIn)
+    monkeypatch.setattr(StandIn, "answer", refuse)
+    assert run(model, tmp_path) == 2
+    assert "the server refused a prompt of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

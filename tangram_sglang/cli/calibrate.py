@@ -88,13 +88,13 @@ def _calibrate(arguments: argparse.Namespace, observations: Path, log: Path) -> 
     from tangram_sglang.calib import observations as files
 
     _check(arguments)
-    observations.mkdir(parents=True, exist_ok=True)
-    if any(observations.iterdir()):
+    if observations.exists() and any(observations.iterdir()):
         raise TangramError(f"{observations} is not empty; name a new folder with --observations")
     settings = Settings(retention=1.0, window=arguments.window)
     rule = WindowRule(settings.window, settings.recent, settings.page, settings.sinks)
     tokenizer, config = _load(arguments.model)
     chosen, prompts = texts.calibration_prompts(tokenizer, rule, arguments.samples)
+    observations.mkdir(parents=True, exist_ok=True)
     asked = sorted({*files.RETENTIONS, *arguments.retention})
     files.write_request(observations, files.Request(list(arguments.budgets_from), asked))
     server_arguments, environment = _server(arguments, observations)
@@ -104,8 +104,11 @@ def _calibrate(arguments: argparse.Namespace, observations: Path, log: Path) -> 
         with tqdm(total=sum(map(len, prompts)), unit=" tokens", disable=None) as bar:
             for text, prompt in zip(chosen, prompts, strict=True):
                 bar.set_description(f"{text.kind}: {text.name}")
-                server.check_alive()
-                calibrate.feed(server.url, prompt)
+                try:
+                    calibrate.feed(server.url, prompt)
+                except OSError as error:
+                    server.check_alive()
+                    raise ServerError(f"no answer for {text.name}: {error}") from error
                 bar.update(len(prompt))
     expected = sum(rule.sealed(len(prompt)) for prompt in prompts)
     if (found := files.count_windows(observations)) != expected:

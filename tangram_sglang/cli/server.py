@@ -54,6 +54,8 @@ def cpu_arguments(model: Path, backend: str) -> list[str]:
 def cpu_environment(settings: Mapping[str, str]) -> dict[str, str]:
     """This process's environment with our CPU platform and `settings` (TANGRAM_* variables)."""
     return {
+        # threads that spin at each barrier make a server several times slower on a busy machine
+        "OMP_WAIT_POLICY": "PASSIVE",
         **os.environ,
         **LOOPBACK,
         # SGLang has no platform for a CPU without Intel's kernels; ours steps aside for CUDA
