@@ -163,7 +163,8 @@ def _server(arguments: argparse.Namespace, observations: Path) -> tuple[list[str
         "TANGRAM_WINDOW": str(arguments.window),
         "TANGRAM_OBSERVE": str(observations.resolve()),
     }
-    chunk = ["--chunked-prefill-size", str(CHUNK)]
+    # a window that the prefix cache holds already would not be observed
+    chunk = ["--chunked-prefill-size", str(CHUNK), "--disable-radix-cache"]
     if torch.cuda.is_available():
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("TANGRAM_")}
         return [
