@@ -39,9 +39,9 @@ class TangramAllocator(BaseTokenToKVPoolAllocator):
         self, *, num_tokens: int, tree_cache, requests=None, spec_algorithm=None
     ) -> bool:
         """Whether one more token of every request fits, prompts in prefill left their promise."""
-        rows, layout = self._pool.rows, self._pool.plan.layout
+        rows = self._pool.rows
         states = [rows.live[req.kv.req_pool_idx] for req in requests]
-        need = sum(layout.pages(x.n + 1, x.floor) - layout.pages(x.n, x.floor) for x in states)
+        need = sum(rows.private(x, x.n + 1) - rows.private(x, x.n) for x in states)
         return need <= self._pool.reachable_pages - rows.promised
 
     def available_size(self) -> int:
@@ -53,10 +53,7 @@ class TangramAllocator(BaseTokenToKVPoolAllocator):
     def verify_byte_accounting(self) -> list[str]:
         """Run by SGLang whenever it is idle; exact in pages, where token counts are rounded."""
         rows, ledger = self._pool.rows, self._pool.ledger
-        private = sum(
-            rows.layout.pages(state.n, state.floor) - rows.shared(row)
-            for row, state in rows.live.items()
-        )
+        private = sum(rows.private(state, state.n) for state in rows.live.values())
         trie = self._pool.store.trie
         cached = trie.locked_pages + trie.unlocked_pages
         if ledger.free + private + cached != ledger.num_pages:

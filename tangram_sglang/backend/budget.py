@@ -3,6 +3,7 @@
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
 from tangram_sglang.backend.kv_pool import TangramKVPool
+from tangram_sglang.pool.rows import Row
 
 
 class TangramPrefillBudget(PrefillBudget):
@@ -50,14 +51,14 @@ class TangramPrefillBudget(PrefillBudget):
     ) -> tuple[bool, int | None]:
         """Whether prompt and output fit whole; a chunk is never cut for want of memory."""
         # SGLang matches a request right before it checks it, and has locked the match by now
-        prefix, layout = self._pool.candidate, self._pool.plan.layout
+        prefix, windows = self._pool.candidate, len(self._pool.candidate.windows)
         if prefix.tokens != input_tokens - extend_input_len:
             raise RuntimeError(
                 f"SGLang checks a request behind {input_tokens - extend_input_len} cached tokens, "
                 f"the last match has {prefix.tokens}"
             )
-        peak = layout.peak_pages(input_tokens + max_new_tokens, prefix.tokens, len(prefix.windows))
-        self._candidate = peak - layout.pages(prefix.tokens, len(prefix.windows))
+        start = Row(input_tokens, prefix.tokens, windows, windows, prefix.tokens)
+        self._candidate = self._pool.rows.demand(start, input_tokens + max_new_tokens)
         return (True, chunk_limit) if self._candidate <= self.pages_left else (False, None)
 
     def can_allocate_prefill(self, **demand) -> bool:
@@ -81,12 +82,9 @@ class TangramPrefillBudget(PrefillBudget):
             self._admitted += self._candidate
 
     def _expected_output(self) -> int:
-        layout = self._pool.plan.layout
-        running = [r for r in self._pool.rows.live.values() if r.n >= r.prompt]
+        rows = self._pool.rows
+        running = [state for state in rows.live.values() if state.n >= state.prompt]
         if not running:
             return 0
         ahead = -int(-self.total_offset // len(running))
-        return sum(
-            max(0, layout.peak_pages(r.n + ahead, r.n, r.floor) - layout.pages(r.n, r.floor))
-            for r in running
-        )
+        return sum(max(0, rows.demand(state, state.n + ahead)) for state in running)

@@ -154,28 +154,48 @@ class Rows:
     def promised(self) -> int:
         """Pages that prompts still in prefill will take and no one else may."""
         return sum(
-            max(0, self.layout.peak_pages(r.prompt, r.n, r.floor) - self.layout.pages(r.n, r.floor))
-            for r in self.live.values()
-            if r.n < r.prompt
+            max(0, self.demand(state, state.prompt))
+            for state in self.live.values()
+            if state.n < state.prompt
         )
+
+    def demand(self, state: Row, n: int) -> int:
+        """Most pages that a row takes, less those it gives back, on its way to ``n`` tokens.
+
+        Cached tail pages count for nothing when they are sealed away: they stay with the cache, and
+        others may hold them. They are gone within the windows that W + R raw tokens reach into;
+        from there on the most is held where ``KVLayout.peak_pages`` says.
+        """
+        if not state.cached_windows and not state.cached_tokens:
+            peak = self.layout.peak_pages(n, state.n, state.floor)
+            return peak - self.layout.pages(state.n, state.floor)
+        rule = self.layout.rule
+        s0, s1 = rule.sealed(state.n, state.floor), rule.sealed(n, state.floor)
+        near = range(s0, min(s1, s0 + 2 + -(-rule.recent // rule.window)))
+        ends = [rule.epoch_end(s) for s in {*near, s1 - 1} if s >= s0]
+        points = {n, *(e + i for e in ends for i in (0, 1) if state.n <= e + i <= n)}
+        return max(self.private(state, x) for x in points) - self.private(state, state.n)
+
+    def private(self, state: Row, n: int) -> int:
+        """Pages that a row owns at ``n`` tokens, with what the cache has of it now."""
+        return self.layout.pages(n, state.floor) - self.shared(state, n)
+
+    def shared(self, state: Row, n: int) -> int:
+        """Pages that a row reads at ``n`` tokens and the prefix cache owns."""
+        start = self.layout.tail_start(None, n, state.floor)
+        tail = max(0, state.cached_tokens - start) // self.layout.rule.page
+        return state.cached_windows * self.layout.window_pages + tail * self.layout.num_full
 
     def check(self) -> None:
         """Ledger consistent; every row owns exactly the pages its table names and predicts."""
         self.ledger.check()
         for row, state in self.live.items():
             held = self.ledger.owned(row)
-            predicted = self.layout.pages(state.n, state.floor) - self.shared(row)
+            predicted = self.private(state, state.n)
             if len(held) != predicted:
                 raise RuntimeError(f"row {row} owns {len(held)} pages, predicted {predicted}")
             if not np.array_equal(np.sort(self.private_pages(row)), held):
                 raise RuntimeError(f"row {row}: its table names other pages than it owns")
-
-    def shared(self, row: int) -> int:
-        """Pages that the row reads and the prefix cache owns."""
-        state, rule = self.live[row], self.layout.rule
-        start = self.layout.tail_start(None, state.n, state.floor)
-        tail = max(0, state.cached_tokens - start) // rule.page
-        return state.cached_windows * self.layout.window_pages + tail * self.layout.num_full
 
     def private_pages(self, row: int) -> np.ndarray:
         """Page ids the row owns: sealed ones group by group, then the tails."""

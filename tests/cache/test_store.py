@@ -9,7 +9,7 @@ from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.shape import LayerShape, ModelShape
 from tangram_sglang.plan.window import WindowRule
 from tangram_sglang.pool.ledger import Ledger
-from tangram_sglang.pool.rows import Rows
+from tangram_sglang.pool.rows import Row, Rows
 
 SHAPE = ModelShape(tuple(LayerShape(i, 3, 3, 8, None, 1.0) for i in range(3)))
 
@@ -45,9 +45,9 @@ class PoolMachine(RuleBasedStateMachine):
             return
         prefix = self.store.trie.match(None, text, len(text) - 1)
         self.store.trie.lock(prefix)
-        layout = self.rows.layout
-        need = layout.peak_pages(len(text), prefix.tokens, len(prefix.windows))
-        need -= layout.pages(prefix.tokens, len(prefix.windows))
+        windows = len(prefix.windows)
+        start = Row(len(text), prefix.tokens, windows, windows, prefix.tokens)
+        need = self.rows.demand(start, len(text))
         reachable = self.rows.ledger.free + self.store.trie.unlocked_pages
         if need > reachable - self.rows.promised:
             self.store.trie.unlock(prefix)
@@ -62,12 +62,12 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), token=st.sampled_from([1, 2]))
     def step(self, data, token):
         row = data.draw(st.sampled_from(sorted(self.rows.live)))
-        state, layout = self.rows.live[row], self.rows.layout
+        state = self.rows.live[row]
         left = state.prompt - state.n
         n1 = state.n + (data.draw(st.integers(1, left)) if left > 0 else 1)
         if left <= 0:
             # decode: admission has promised nothing
-            need = layout.pages(n1, state.floor) - layout.pages(state.n, state.floor)
+            need = self.rows.private(state, n1) - self.rows.private(state, state.n)
             reachable = self.rows.ledger.free + self.store.trie.unlocked_pages
             if n1 > 250 or need > reachable - self.rows.promised:
                 return

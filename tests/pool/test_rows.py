@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -10,7 +10,7 @@ from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.shape import LayerShape, ModelShape
 from tangram_sglang.plan.window import WindowRule
 from tangram_sglang.pool.ledger import Ledger
-from tangram_sglang.pool.rows import Rows
+from tangram_sglang.pool.rows import Row, Rows
 
 SHAPE = ModelShape(tuple(LayerShape(i, 2, 2, 8, 21 if i == 1 else None, 1.0) for i in range(3)))
 
@@ -140,3 +140,31 @@ def test_check_sees_a_table_that_names_another_page():
     rows.table[1, rows.layout.table_offset[0]] += 100
     with pytest.raises(RuntimeError, match="other pages"):
         rows.check()
+
+
+@given(
+    floor=st.integers(0, 6),
+    raw=st.integers(0, 26),
+    cached=st.booleans(),
+    ahead=st.integers(1, 150),
+    recent=st.integers(0, 40),
+)
+def test_demand_bounds_what_a_row_owns_on_every_step_of_its_way(floor, raw, cached, ahead, recent):
+    full = ModelShape(tuple(LayerShape(i, 2, 2, 8, None, 1.0) for i in range(2)))
+    form = KVLayout.build(
+        full,
+        WindowRule(16, recent, 4, 2),
+        budgets=[0.9, 0.1, 0.5, 0.2],
+        retention=0.4,
+        per_group=3,
+        grouping="global",
+        max_tokens=600,
+    )
+    rows = Rows(form, Ledger(10), 1)
+    n = floor * 16 + min(raw // 4 * 4, (16 + recent) // 4 * 4)
+    if cached:
+        state = Row(600, n, floor, floor, n)
+    else:
+        state = Row(600, n, floor)
+    owned = [rows.private(state, x) for x in range(n, n + ahead + 1)]
+    assert rows.demand(state, n + ahead) == max(owned) - owned[0]
