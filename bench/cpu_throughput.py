@@ -150,7 +150,7 @@ def run_variant(variant: Variant, tokens: Sequence[int], size: argparse.Namespac
     with tempfile.TemporaryDirectory(prefix="tangram-bench-") as logs:
         server = Server(
             cpu_arguments(size.model, variant.backend),
-            cpu_environment(variant.settings),
+            cpu_environment({**variant.settings, "TMPDIR": logs}),
             Path(logs) / "server.log",
         )
         say(f"\n{variant.name}: {variant.settings or ''}\n{server.command_line}")

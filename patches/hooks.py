@@ -2,6 +2,7 @@
 
 from tangram_sglang.patches import (
     allocator,
+    beam_search,
     fused_kv_write,
     kv_pool,
     pool_configurator,
@@ -15,6 +16,7 @@ HOOKS = (
     kv_pool.HOOK,
     allocator.HOOK,
     fused_kv_write.HOOK,
+    beam_search.HOOK,
 )
 
 

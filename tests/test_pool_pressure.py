@@ -7,7 +7,7 @@ import torch
 
 from tests.harness import Req
 from tests.probes import watch
-from tests.reference.tiny import random_tokens, save, tiny_llama
+from tests.reference.tiny import random_tokens, save, tiny_gemma3, tiny_llama
 from tests.serving import TINY_ENV, assert_reserved_exactly, serve
 
 pytestmark = pytest.mark.server
@@ -141,3 +141,31 @@ def test_a_stop_token_gives_back_the_row_of_the_token_it_cut(folder):
         result = serve(folder, [request], env=ENV, overlap=overlap)
         assert result["a"].finish_reason["type"] == "stop"
         assert result["a"].output_ids == plain[: plain.index(stop) + 1]
+
+
+def test_a_beam_search_request_is_refused_and_the_server_goes_on(folder):
+    requests = [
+        Req(random_tokens(30, seed=1), 12, rid="beam", sampling={"beam_width": 2}),
+        Req(random_tokens(30, seed=1), 12, rid="plain", after="beam"),
+    ]
+    result = serve(folder, requests, env=ENV)
+    assert result["beam"].finish_reason["type"] == "abort"
+    assert "Beam search is not supported" in result["beam"].finish_reason["message"]
+    assert len(result["plain"].output_ids) == 12
+
+
+def test_an_empty_prompt_does_not_end_the_server(folder):
+    requests = [Req([], 5, rid="empty"), Req([9, 10], 5, rid="next", after="empty")]
+    result = serve(folder, requests, env=ENV)
+    assert len(result["next"].output_ids) == 5
+
+
+def test_a_pool_for_just_one_request_with_sliding_layers_serves_shorter_ones(tmp_path):
+    """The pool is made for 32 tokens; a request of 29 must not reserve more than that."""
+    gemma = save(tiny_gemma3(seed=2), tmp_path / "gemma")
+    requests = [
+        Req(random_tokens(n, seed=n), 5, rid=f"r{n}-", after=f"r{n - 1}-" if n > 20 else "")
+        for n in range(20, 28)
+    ]
+    result = serve(gemma, requests, env=ENV, max_total_tokens=32)
+    assert all(out.output_ids for out in result.outputs.values())

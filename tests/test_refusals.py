@@ -16,6 +16,7 @@ pytestmark = pytest.mark.server
 FLAGS = [
     {"prefill_attention_backend": "torch_native"},
     {"decode_attention_backend": "torch_native"},
+    {"decode_attention_backend": "tangram", "attention_backend": "torch_native"},
     {"page_size": 16},
     {"enable_mixed_chunk": True},
     {"speculative_algorithm": "NGRAM"},
@@ -24,6 +25,7 @@ FLAGS = [
     {"enable_lmcache": True},
     {"enable_streaming_session": True},
     {"enable_session_radix_cache": True},
+    {"enable_return_routed_experts": True},
     {"tp_size": 2},
     {"pp_size": 2},
     {"dp_size": 2},

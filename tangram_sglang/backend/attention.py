@@ -55,7 +55,8 @@ class TangramAttentionBackend(AttentionBackend):
         else:
             before = forward_batch.extend_prefix_lens_cpu
         steps = [
-            live[row].step if row in live else Step(row, n0, n1, 0, 0, 0, ())
+            # row 0 is nobody's: warm-up batches run on it
+            live[row].step if row else Step(row, n0, n1, 0, 0, 0, ())
             for row, n0, n1 in zip(rows, before, lengths, strict=True)
         ]
         for step, row, n0, n1 in zip(steps, rows, before, lengths, strict=True):
@@ -64,6 +65,8 @@ class TangramAttentionBackend(AttentionBackend):
                     f"row {row}: SGLang runs tokens {n0}..{n1}, pages were granted for "
                     f"{step.n0}..{step.n1}"
                 )
+            if row and n0 and not step.tail and not forward_batch.forward_mode.is_decode():
+                raise RuntimeError(f"row {row} extends from token {n0} and has no tail to read")
         tails = [Tail(self.token_to_kv_pool, self.kinds, s) if s.tail else None for s in steps]
         kind = DecodeRow if forward_batch.forward_mode.is_decode() else PrefillRow
         self._batch = [kind(self, s, tail) for s, tail in zip(steps, tails, strict=True)]

@@ -8,6 +8,7 @@ see; it takes no attributes, so the plan is built at the first question and ride
 from typing import Any
 
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, MemoryPoolConfigurator
+from sglang.srt.utils.common import get_available_gpu_memory
 
 from tangram_sglang.backend.kv_pool import TangramKVPool
 from tangram_sglang.backend.model_shape import model_shape
@@ -41,10 +42,16 @@ class TangramPoolConfigurator(MemoryPoolConfigurator):
 
     def __init__(self, kvc: Any):
         self._layout = plan_of(kvc).layout
+        self._memory = int(get_available_gpu_memory(kvc.device, kvc.gpu_id) * (1 << 30))
         self._page_bytes = self._layout.page_bytes(kvc.kv_cache_dtype.itemsize)
 
     def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
         budget = Settings.from_env().pool_bytes or available_bytes
+        if budget > self._memory:
+            raise TangramError(
+                f"TANGRAM_POOL_BYTES={budget} exceeds the {self._memory} bytes of free memory; "
+                "lower or unset it"
+            )
         # page 0 is the dummy
         tokens = self._layout.capacity(budget // self._page_bytes - 1)
         if tokens < 1:

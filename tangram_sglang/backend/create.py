@@ -29,7 +29,16 @@ def create_backend(model_runner) -> TangramAttentionBackend:
                 f"SGLang built {type(found).__name__} as {name}, expected {expected.__name__}: "
                 "another plugin replaced it; remove that plugin or choose another backend"
             )
-    logger.info(startup_line(model_runner.token_to_kv_pool))
+    pool = model_runner.token_to_kv_pool
+    logger.info(startup_line(pool))
+    plan = pool.plan
+    if plan.layout.retention_held > plan.retention + plan.layout.retention_step:
+        logger.warning(
+            "tangram: holds %.4f of the bytes of sealed windows, %.4f was asked: every group keeps a "
+            "page at least and padding columns count; lower TANGRAM_PAGE or TANGRAM_GROUP_HEADS",
+            plan.layout.retention_held,
+            plan.retention,
+        )
     return TangramAttentionBackend(model_runner, _observer(model_runner))
 
 

@@ -20,7 +20,7 @@ def model_shape(model: nn.Module) -> ModelShape:
 def _layer_shape(layer: RadixAttention) -> LayerShape:
     unsupported = {
         "cross attention": layer.is_cross_attention,
-        "encoder-only attention": layer.attn_type == AttentionType.ENCODER_ONLY,
+        "attention that is not causal": layer.attn_type != AttentionType.DECODER,
         "a logit soft cap": layer.logit_cap > 0,
         "different head sizes of K and V (MLA)": layer.qk_head_dim != layer.v_head_dim,
         "a length-dependent temperature": layer.xai_temperature_len > 0,

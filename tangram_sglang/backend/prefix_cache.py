@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
     DecLockRefParams,
@@ -81,8 +82,9 @@ class TangramPrefixCache(BasePrefixCache):
         pass
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
-        # a retracted request comes back and is counted then
-        if checkpointed and self._metrics is not None:
+        # a retracted request comes back and is counted then; an aborted one never finished
+        aborted = isinstance(req.finished_reason, FINISH_ABORT)
+        if checkpointed and not aborted and self._metrics is not None:
             state = self._pool.rows.live[req.kv.req_pool_idx]
             self._metrics.finished(state.n, state.floor)
 

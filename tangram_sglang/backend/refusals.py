@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.arg_groups.model_override_base import attention_backends_of
+
 from tangram_sglang.errors import TangramError
 
 # (flag as the user writes it, whether the resolved arguments ask for it, what to do instead)
@@ -14,11 +16,8 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     (
         "--prefill-attention-backend / --decode-attention-backend",
-        lambda a: any(
-            x not in (None, "tangram")
-            for x in (a.prefill_attention_backend, a.decode_attention_backend)
-        ),
-        "no other backend can read the tangram pool: drop the flag",
+        lambda a: set(attention_backends_of(a)) != {"tangram"},
+        "no other backend can read the tangram pool: pass --attention-backend tangram alone",
     ),
     ("--page-size", lambda a: a.page_size not in (None, 1), "set TANGRAM_PAGE instead"),
     ("--enable-mixed-chunk", lambda a: a.enable_mixed_chunk, "drop the flag"),
@@ -46,6 +45,13 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("--enable-session-radix-cache", lambda a: a.enable_session_radix_cache, "drop the flag"),
     ("--enable-streaming-session", lambda a: a.enable_streaming_session, "drop the flag"),
     ("--enable-kv-cache-sharding", lambda a: a.enable_kv_cache_sharding, "drop the flag"),
+    (
+        "--enable-return-routed-experts",
+        lambda a: a.enable_return_routed_experts,
+        "it reads token slots, which the pool does not have: drop the flag",
+    ),
+    ("--enable-return-indexer-topk", lambda a: a.enable_return_indexer_topk, "drop the flag"),
+    ("--enable-memory-saver", lambda a: a.enable_memory_saver, "drop the flag"),
     ("--tp-size", lambda a: a.tp_size > 1, "use one rank"),
     ("--pp-size", lambda a: a.pp_size > 1, "use one rank"),
     ("--dp-size", lambda a: a.dp_size > 1, "start one server per replica"),

@@ -3,6 +3,8 @@
 They run in the launching process, before any weights are read, so that a mistake costs seconds.
 """
 
+import logging
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.arg_groups.model_override_base import model_config_of, resolved_view
@@ -12,6 +14,8 @@ from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 from tangram_sglang.backend.refusals import refuse_unsupported
 from tangram_sglang.plan.serving import read_plan
 from tangram_sglang.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 NAME = "tangram"
 
@@ -50,4 +54,12 @@ def _validate(server_args: Any, previous) -> None:
     previous(server_args)
     if _selected(server_args):
         refuse_unsupported(resolved_view(server_args))
-        read_plan(Settings.from_env(), model_config_of(server_args).hf_text_config)
+        plan = read_plan(Settings.from_env(), model_config_of(server_args).hf_text_config)
+        served = Path(resolved_view(server_args).model_path).name
+        if plan is not None and plan.model.id.lower() != served.lower():
+            logger.warning(
+                "tangram: the plan was calibrated on %s, the model served is called %s; their "
+                "shapes agree, their heads may not",
+                plan.model.id,
+                served,
+            )

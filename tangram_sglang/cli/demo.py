@@ -93,7 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
         settings = {"TANGRAM_PLAN": str(plan), "TANGRAM_RETENTION": str(share)}
         server = Server(
             cpu_arguments(arguments.model, BACKEND),
-            cpu_environment(settings),
+            # SGLang leaves sockets and empty folders behind in its temporary folder
+            cpu_environment({**settings, "TMPDIR": str(logs)}),
             logs / f"server-{len(runs)}.log",
         )
         _say(f"\n=== retention {share:g}\n{shlex.join(f'{k}={v}' for k, v in settings.items())}")

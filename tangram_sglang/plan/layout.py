@@ -86,6 +86,8 @@ class KVLayout:
             max_tokens: longest request.
         """
         heads = shape.full_heads
+        # more columns than heads would only be padding
+        per_group = min(per_group, len(heads))
         if len(budgets) != len(heads):
             raise TangramError(f"{len(budgets)} budgets for {len(heads)} KV heads")
         budget_of = dict(zip(heads, budgets, strict=True))
@@ -154,21 +156,26 @@ class KVLayout:
         return self.rule.sealed(n, floor) * self.window_pages + tails
 
     def peak_pages(self, n: int, start: int = 0, floor: int = 0) -> int:
-        """Most pages a request holds on its way from ``start`` to ``n`` tokens.
+        """Most pages a request holds on its way from ``start`` to ``n`` tokens; grows with ``n``.
 
-        Within an epoch pages only grow; when a window is sealed they may drop. So the most is
-        held at the end, or at the last token before one of the sealings on the way, of which
-        the last weighs most.
+        In full-attention groups pages only grow within an epoch; when a window is sealed they may
+        drop. So the most is held at the end, or at the last token before one of the sealings on
+        the way, of which the last weighs most. A sliding tail is longest just before its first
+        page falls out.
         """
-        most = max(self.pages(n, floor), self.pages(start, floor))
+        most = max(self._full_pages(n, floor), self._full_pages(start, floor))
         s = self.rule.sealed(n, floor)
         if s > self.rule.sealed(start, floor):
-            most = max(most, self.pages(self.rule.epoch_end(s - 1), floor))
-        # a sliding window holds a page more just before its first page falls out
+            most = max(most, self._full_pages(self.rule.epoch_end(s - 1), floor))
         for kind in self.kinds:
-            if kind.sliding_window is not None and n > kind.sliding_window:
-                most += kind.end - kind.first
+            if kind.sliding_window is not None:
+                longest = min(n, kind.sliding_window + self.rule.page - 1)
+                most += (kind.end - kind.first) * self.rule.pages(longest)
         return most
+
+    def _full_pages(self, n: int, floor: int) -> int:
+        s = self.rule.sealed(n, floor)
+        return s * self.window_pages + self.num_full * self.rule.pages(n - s * self.rule.window)
 
     def capacity(self, pages: int) -> int:
         """Longest request, in true tokens, that ``pages`` pages carry to its end."""
@@ -209,6 +216,12 @@ class KVLayout:
             return 1.0
         held = int(self.kept[: self.num_full].sum()) * self.per_group
         return held / (self.rule.window * heads)
+
+    @property
+    def retention_step(self) -> float:
+        """A page of one group as a share of a sealed window's uncompressed bytes."""
+        heads = sum(len(group.heads) for group in self.groups[: self.num_full])
+        return self.rule.page * self.per_group / (self.rule.window * heads)
 
     # the page table
 

@@ -67,8 +67,14 @@ def test_pages_equal_a_count_over_tokens(layout, n):
 def test_peak_bounds_every_step_on_the_way_and_is_reached_but_for_sliding_pages(layout, a, b):
     start, n = sorted((a, b))
     most = max(layout.pages(i) for i in range(start, n + 1))
-    slack = sum(g.sliding_window is not None for g in layout.groups)
+    slack = sum(layout.rule.pages(g.sliding_window) for g in layout.groups if g.sliding_window)
     assert most <= layout.peak_pages(n, start) <= most + slack
+
+
+@given(layouts(), st.integers(1, 400))
+def test_a_longer_request_never_reserves_less(layout, n):
+    """Else a request could wait for ever beside an empty pool made for a longer one."""
+    assert layout.peak_pages(n - 1) <= layout.peak_pages(n)
 
 
 @given(layouts(), st.integers(1, 3000))
