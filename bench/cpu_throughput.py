@@ -279,7 +279,9 @@ def main() -> int:
         say(f"error: --prompt-tokens {size.prompt_tokens}: expected at most {len(tokens)}")
         return 2
     if (load := os.getloadavg()[0]) > 0.5:
-        say(f"warning: other work keeps {load:.1f} processes busy here; these figures will be noisy")
+        say(
+            f"warning: other work keeps {load:.1f} processes busy here; these figures will be noisy"
+        )
     variants = [Variant(BASELINE), *(Variant("tangram", share) for share in size.retention)]
     results = {variant: run_variant(variant, tokens, size) for variant in variants}
     print(table(results))

@@ -154,12 +154,6 @@ def test_a_beam_search_request_is_refused_and_the_server_goes_on(folder):
     assert len(result["plain"].output_ids) == 12
 
 
-def test_an_empty_prompt_does_not_end_the_server(folder):
-    requests = [Req([], 5, rid="empty"), Req([9, 10], 5, rid="next", after="empty")]
-    result = serve(folder, requests, env=ENV)
-    assert len(result["next"].output_ids) == 5
-
-
 def test_a_pool_for_just_one_request_with_sliding_layers_serves_shorter_ones(tmp_path):
     """The pool is made for 32 tokens; a request of 29 must not reserve more than that."""
     gemma = save(tiny_gemma3(seed=2), tmp_path / "gemma")

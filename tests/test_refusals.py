@@ -142,3 +142,15 @@ def test_a_pool_too_small_for_a_token_is_refused(llama):
             env={**TINY_ENV, "TANGRAM_POOL_BYTES": "100"},
         )
     assert "100 bytes hold no request" in str(failure.value.error)
+
+
+def test_a_plan_for_another_rope_is_refused(tmp_path):
+    model = tiny_llama(seed=6)
+    save(model, tmp_path / "model")
+    path, _ = write_plan(model, tmp_path)
+    config = tmp_path / "model" / "config.json"
+    text = json.loads(config.read_text())
+    text["rope_parameters"] = {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0}
+    config.write_text(json.dumps(text))
+    message = refused(tmp_path / "model", env={**TINY_ENV, "TANGRAM_PLAN": str(path)})
+    assert "rope is" in message and "linear" in message

@@ -36,8 +36,6 @@ class PrefillRow:
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer) -> torch.Tensor:
         """q [T, HQ, D]; k, v [T, H, D]; returns [T, HQ, D]."""
-        if not self.tokens:
-            return torch.empty_like(q)
         mine = self._backend.layers[layer.layer_id]
         kind = self._backend.kinds[mine.kind].kind
         raw_start = self._layout.tail_start(kind.sliding_window, self._step.n0, self._step.floor)
