@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+# SGLang picks its platform when it is first imported, by whichever test that is
+os.environ.setdefault("TANGRAM_CPU_PLATFORM", "1")
+
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
