@@ -50,7 +50,7 @@ CASES = [
     # one head a group: no head gets more than its budget
     Case("keydiff", group_heads=1),
     # windows sealed within chunks, across chunks, and by decode only
-    Case("keydiff", window=48, recent=5, page=8, sinks=2, chunk=512),
+    Case("keydiff", window=48, recent=24, page=8, sinks=2, chunk=512),
     Case("keydiff", chunk=1, prompt=70),
     Case("keydiff", recent=0, prompt=65),
     # the first token past an epoch border is a decoded one

@@ -67,6 +67,7 @@ SETTINGS = [
     ({"TANGRAM_RETENTION": "1.5"}, "TANGRAM_RETENTION=1.5"),
     ({"TANGRAM_RETENTION": "half"}, "TANGRAM_RETENTION=half"),
     ({"TANGRAM_WINDOW": "30"}, "no multiple of the page"),
+    ({"TANGRAM_RECENT": "30"}, "30 recent tokens are no multiple of the page"),
     ({"TANGRAM_SCORER": "best"}, "unknown scorer 'best'; known: "),
     ({"TANGRAM_GROUPING": "all"}, "TANGRAM_GROUPING=all"),
     ({"TANGRAM_RETENTOIN": "0.5"}, "TANGRAM_RETENTOIN is not a setting"),

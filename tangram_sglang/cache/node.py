@@ -26,10 +26,22 @@ class Node:
         children: by kind of edge and its tokens.
         locks: requests that stand on this node.
         used: value of the trie's clock when the node was last matched, locked or made.
+        queued: whether the trie's queue of leaves has an entry of it.
         id: owner id in the ledger, below 0.
     """
 
-    __slots__ = ("children", "id", "is_window", "key", "locks", "pages", "parent", "tokens", "used")
+    __slots__ = (
+        "children",
+        "id",
+        "is_window",
+        "key",
+        "locks",
+        "pages",
+        "parent",
+        "queued",
+        "tokens",
+        "used",
+    )
 
     def __init__(self, parent: Node | None, key: Tokens, is_window: bool, node_id: int):
         self.parent = parent
@@ -41,6 +53,7 @@ class Node:
         self.children: dict[tuple[bool, Tokens], Node] = {}
         self.locks = 0
         self.used = 0
+        self.queued = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,12 +65,15 @@ class Prefix:
         windows: nodes of the sealed windows, first to last.
         tail: nodes of the raw pages behind them, first to last.
         spine: nodes of windows not sealed that the tail passes.
+        given_up: tokens that the cache holds behind these and that are computed again, because too
+            few of them are raw.
     """
 
     tokens: int
     windows: tuple[Node, ...] = ()
     tail: tuple[Node, ...] = ()
     spine: tuple[Node, ...] = ()
+    given_up: int = 0
 
     @property
     def nodes(self) -> tuple[Node, ...]:

@@ -6,6 +6,7 @@ leave through ``release``; the trie itself copies and writes nothing.
 
 import heapq
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,11 +27,14 @@ class WindowTrie:
         self._release = release
         self._clock = 0
         self._next_id = -1
+        self.evicted_pages = 0
         self.clear()
 
     def clear(self) -> None:
         """Forget everything without releasing it: the owner of the pages has taken all back."""
         self._roots: dict[Hashable, Node] = {}
+        # least recently used first; has every unlocked leaf, and nodes that no longer are one
+        self._leaves: list[tuple[int, int, Node]] = []
         self.unlocked_pages = 0
         self.locked_pages = 0
 
@@ -62,15 +66,17 @@ class WindowTrie:
         size, recent = self._rule.window, self._rule.recent
         kept = windows[: max(0, len(windows) - -(-recent // size))]
         best = Prefix(len(kept) * size, tuple(kept))
+        held = len(windows) * size
         for count in range(len(windows), -1, -1):
             if (count + 1) * size + recent <= best.tokens:
                 break
             tail, passed = self._tail(spine, count, tokens, limit)
             raw = len(tail) * self._rule.page
+            held = max(held, count * size + raw)
             if (count == 0 or raw >= recent) and count * size + raw > best.tokens:
                 best = Prefix(count * size + raw, tuple(windows[:count]), tail, passed)
         self._touch(best.nodes)
-        return best
+        return replace(best, given_up=held - best.tokens)
 
     def child(self, parent: Node, key: Tokens, is_window: bool) -> Node | None:
         """The edge of these tokens, or None."""
@@ -83,6 +89,7 @@ class WindowTrie:
             node = parent.children[is_window, key] = Node(parent, key, is_window, self._next_id)
             self._next_id -= 1
             self._touch((node,))
+            self._queue(node)
         return node
 
     def fill(self, node: Node, pages: np.ndarray) -> None:
@@ -111,22 +118,26 @@ class WindowTrie:
             node.locks -= 1
             if node.locks == 0:
                 self._move(node, -1)
+                self._queue(node)
 
     def evict(self, pages: int) -> int:
         """Release least recently used leaves until ``pages`` pages are free; pages released."""
-        leaves = [(x.used, -x.id, x) for x in self.nodes() if not x.children and not x.locks]
-        heapq.heapify(leaves)
         released = 0
-        while leaves and released < pages:
-            node = heapq.heappop(leaves)[2]
-            parent = node.parent
-            del parent.children[node.is_window, node.key]
+        while self._leaves and released < pages:
+            used, _, node = heapq.heappop(self._leaves)
+            node.queued = False
+            if node.children or node.locks:
+                continue
+            if node.used > used:
+                self._queue(node)
+                continue
+            del node.parent.children[node.is_window, node.key]
             if len(node.pages):
                 self.unlocked_pages -= len(node.pages)
                 released += len(node.pages)
                 self._release(node.pages, node.id)
-            if parent.parent is not None and not parent.children and not parent.locks:
-                heapq.heappush(leaves, (parent.used, -parent.id, parent))
+            self._queue(node.parent)
+        self.evicted_pages += released
         return released
 
     def nodes(self) -> list[Node]:
@@ -149,6 +160,8 @@ class WindowTrie:
                 f"{self.locked_pages} and {self.unlocked_pages}"
             )
         for x in nodes:
+            if not (x.children or x.locks or x.queued):
+                raise RuntimeError(f"the leaf up to token {x.tokens} is out of eviction's sight")
             if any(child.locks > x.locks for child in x.children.values()):
                 raise RuntimeError(f"the node up to token {x.tokens} is locked less than below it")
 
@@ -182,6 +195,12 @@ class WindowTrie:
         self._clock += 1
         for node in nodes:
             node.used = self._clock
+
+    def _queue(self, node: Node) -> None:
+        """Put an unlocked leaf in line for eviction."""
+        if node.parent is not None and not (node.children or node.locks or node.queued):
+            node.queued = True
+            heapq.heappush(self._leaves, (node.used, -node.id, node))
 
     def _move(self, node: Node, sign: int) -> None:
         self.locked_pages += sign * len(node.pages)

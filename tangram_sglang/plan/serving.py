@@ -108,6 +108,12 @@ def serving_plan(
 
 def _rule(settings: Settings, plan: PlanFile | None) -> WindowRule:
     window = settings.window or (plan.calibration.window if plan else DEFAULT_WINDOW)
+    if settings.recent % settings.page:
+        raise TangramError(
+            f"{settings.recent} recent tokens are no multiple of the page of {settings.page}: the next "
+            "turn finds whole pages, and needs all recent tokens in them; choose TANGRAM_RECENT as a "
+            "multiple of TANGRAM_PAGE"
+        )
     return WindowRule(window, settings.recent, settings.page, settings.sinks)
 
 
