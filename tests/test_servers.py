@@ -1,6 +1,7 @@
 """Real servers over HTTP: both launchers, equal bytes at two retentions, bad requests."""
 
 import json
+import re
 import sys
 import threading
 import time
@@ -74,11 +75,17 @@ def generate(server, ids, n=4, **sampling):
     return post(server, "/generate", {"input_ids": ids, "sampling_params": params})
 
 
-def metric(server, name) -> float:
+def scrape(server) -> dict[str, float]:
+    """Samples of /metrics by name; of several, the largest."""
     with urllib.request.urlopen(server.url + "/metrics", timeout=60) as page:
         families = text_string_to_metric_families(page.read().decode())
+    samples = sorted((s.name, s.value) for f in families for s in f.samples)
+    return dict(samples)
+
+
+def metric(server, name) -> float:
     # a gauge is not on the page before its first value
-    return max((s.value for f in families for s in f.samples if s.name == name), default=0.0)
+    return scrape(server).get(name, 0.0)
 
 
 def most_running(server, requests: int) -> int:
@@ -168,3 +175,54 @@ def test_flush_cache_leaves_a_serving_pool(quarter):
     else:
         pytest.fail("the idle server never flushed")
     assert generate(quarter, random_tokens(900, seed=4))["output_ids"] == before
+
+
+def settled(server, admissions: int) -> dict[str, float]:
+    """The page once that many requests came in and their pages are free or cached."""
+    for _ in range(600):
+        page = scrape(server)
+        if page["tangram:admissions_total"] >= admissions and not page["tangram:pages_private"]:
+            return page
+        time.sleep(0.1)
+    pytest.fail(f"the pool never settled: {page}")
+
+
+def test_metrics_count_what_happened(quarter):
+    """Two users of one document; the second leaves it in mid window, before any raw tail."""
+    before = settled(quarter, 1)
+    document, first, second = (random_tokens(n, seed=n) for n in (2_000, 1_500, 100))
+    for prompt in (document + first, document + second):
+        answer = generate(quarter, prompt)
+    cached = answer["meta_info"]["cached_tokens"]
+    page = settled(quarter, int(before["tangram:admissions_total"]) + 2)
+    more = {k: page[k] - before.get(k, 0) for k in page if k.startswith("tangram:")}
+
+    window, recent, heads = 512, 256, 2 * 2
+    assert cached == (2_000 // window - 1) * window
+    assert more["tangram:admissions_total"] == 2
+    assert more["tangram:prefix_hits_total"] == more["tangram:prefix_branches_total"] == 1
+    assert more["tangram:prefix_hit_tokens_total"] == cached
+    assert more["tangram:prefix_given_up_tokens_total"] == window
+    # the last of the four answered tokens is never stored
+    stored = (3_500 + 3, 2_100 + 3)
+    windows = [(n - 1 - recent) // window for n in stored]
+    windows[1] -= cached // window
+    assert more["tangram:windows_sealed_total"] == sum(windows)
+    assert more["tangram:entries_kept_total"] == sum(windows) * heads * window // 4
+    assert more["tangram:entries_dropped_total"] == sum(windows) * heads * window * 3 // 4
+    assert more["tangram:compression_seconds_total"] > 0
+    assert more["tangram:finished_requests_total"] == 2
+    assert more["tangram:finished_kv_tokens_total"] == sum(stored)
+
+    states = ("free", "private", "cached_locked", "cached_evictable")
+    total = page["tangram:pages_total"]
+    assert total == sum(page[f"tangram:pages_{state}"] for state in states)
+    assert page["tangram:pages_reserved"] == page["tangram:pages_cached_locked"] == 0
+    assert page["tangram:pages_cached_evictable"] > 0
+
+
+def test_every_metric_is_documented_and_no_other_is(quarter):
+    text = (Path(__file__).resolve().parents[1] / "docs" / "metrics.md").read_text()
+    documented = set(re.findall(r"^\| `(tangram:\w+)`", text, re.MULTILINE))
+    exported = {name for name in scrape(quarter) if name.startswith("tangram:")}
+    assert exported == documented

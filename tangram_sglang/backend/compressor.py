@@ -1,5 +1,7 @@
 """Seals windows: scores them, picks what each head keeps and writes it to its final pages."""
 
+import time
+
 import torch
 
 from tangram_sglang.backend.heads import alike
@@ -46,6 +48,7 @@ class Compressor:
         Returns:
             For heads that keep equally many: ([h] indices into ``heads``, [h, K] offsets kept).
         """
+        started = time.perf_counter()
         scores = self._scores(window, k, v, heads)
         sinks = self._sinks(window)
         kept = []
@@ -59,6 +62,7 @@ class Compressor:
             self._pool.flat[rows] = k[mine].gather(1, at)
             self._pool.flat[rows + self._layout.rule.page] = v[mine].gather(1, at)
             kept.append((mine, offsets))
+        self._pool.rows.tally.compression_s += time.perf_counter() - started
         return kept
 
     def _scores(self, window, k, v, heads) -> torch.Tensor | None:

@@ -36,17 +36,18 @@ class TangramPrefixCache(BasePrefixCache):
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
         self._pool = pool = params.token_to_kv_pool_allocator.get_kvcache()
-        self._layout = layout = pool.plan.layout
+        self._layout = pool.plan.layout
         # not ``disable = True``: that flag selects an admission path that counts token slots
         self.disable = False
-        self._shares = not params.disable and len(layout.kinds) == 1
+        self._shares = not params.disable and len(self._layout.kinds) == 1
         self._store = pool.store = PrefixStore(pool.rows)
         self.trie = self._store.trie
         pool.rows.tail_left = self._leave_tail
         self._metrics = None
         if params.enable_metrics:
             self.init_metrics_collector()
-            self._metrics = KVMetrics(layout, pool.dtype.itemsize)
+            self._metrics = KVMetrics(pool)
+            self.req_to_token_pool.rows_changed = self._metrics.publish
 
     def supports_prefix_sharing(self) -> bool:
         return self._shares
@@ -90,7 +91,7 @@ class TangramPrefixCache(BasePrefixCache):
 
     def evict(self, params: EvictParams) -> EvictResult:
         pages = -(-params.num_tokens * self._pool.ledger.num_pages // self._pool.size)
-        return EvictResult(num_tokens_evicted=self._pool.tokens(self.trie.evict(pages)))
+        return EvictResult(num_tokens_evicted=self._pool.tokens(self._store.evict(pages)))
 
     def inc_lock_ref(self, node: Prefix) -> IncLockRefResult:
         self.trie.lock(node)

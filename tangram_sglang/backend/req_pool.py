@@ -1,5 +1,7 @@
 """Request rows: ties SGLang's row life cycle to ours."""
 
+from collections.abc import Callable
+
 import torch
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
@@ -14,8 +16,10 @@ class TangramReqToTokenPool(ReqToTokenPool):
 
     def bind(self, rows: Rows) -> None:
         """Attach our rows; called once, when the page pool exists."""
-        self.attach_aux_cache(_RowGrowth(rows))
-        self._rows = rows
+        self.attach_aux_cache(_RowGrowth(self))
+        self.rows = rows
+        # called once rows have grown or ended, by metrics if there are any
+        self.rows_changed: Callable[[], None] = lambda: None
         # the live request of each row, for the prefix cache
         self.request_of: dict[int, object] = {}
 
@@ -36,7 +40,8 @@ class TangramReqToTokenPool(ReqToTokenPool):
                 f"{prefix.tokens}"
             )
         self.request_of[row] = req
-        self._rows.open(
+        self.rows.tally.admitted(prefix.tokens, prefix.given_up)
+        self.rows.open(
             row,
             len(req.full_untruncated_fill_ids),
             [x.pages for x in prefix.windows],
@@ -51,20 +56,23 @@ class TangramReqToTokenPool(ReqToTokenPool):
 class _RowGrowth:
     """SGLang's auxiliary-cache protocol, called when a batch is prepared and when rows end."""
 
-    def __init__(self, rows: Rows):
-        self._rows = rows
+    def __init__(self, pool: TangramReqToTokenPool):
+        self._pool = pool
 
     def alloc_to_lengths(
         self, *, req_pool_indices_cpu: torch.Tensor, target_seq_lens_cpu: torch.Tensor
     ) -> None:
         rows, lengths = req_pool_indices_cpu.tolist(), target_seq_lens_cpu.tolist()
-        self._rows.advance(list(zip(rows, lengths, strict=True)))
+        self._pool.rows.advance(list(zip(rows, lengths, strict=True)))
+        self._pool.rows_changed()
 
     def free(self, row: int) -> None:
-        self._rows.close(row)
+        self._pool.rows.close(row)
+        self._pool.rows_changed()
 
     def clear(self) -> None:
-        self._rows.clear()
+        self._pool.rows.clear()
+        self._pool.rows_changed()
 
     def reset_allocator(self) -> None:
         pass

@@ -21,7 +21,13 @@ class PrefixStore:
         self._rows = rows
         self._layout = rows.layout
         self.trie = WindowTrie(rows.layout.rule, rows.ledger.give)
-        rows.evict = self.trie.evict
+        rows.evict = self.evict
+
+    def evict(self, pages: int) -> int:
+        """Make ``pages`` pages free, as far as no request reads them; pages freed."""
+        released = self.trie.evict(pages)
+        self._rows.tally.evicted_pages += released
+        return released
 
     def publish(self, row: int, namespace: Hashable, tokens: Sequence[int]) -> Prefix:
         """Share the row's sealed windows and the whole pages of its tail; the state they make.

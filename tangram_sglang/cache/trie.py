@@ -27,7 +27,6 @@ class WindowTrie:
         self._release = release
         self._clock = 0
         self._next_id = -1
-        self.evicted_pages = 0
         self.clear()
 
     def clear(self) -> None:
@@ -137,7 +136,6 @@ class WindowTrie:
                 released += len(node.pages)
                 self._release(node.pages, node.id)
             self._queue(node.parent)
-        self.evicted_pages += released
         return released
 
     def nodes(self) -> list[Node]:

@@ -192,6 +192,16 @@ class KVLayout:
         """Pages of one sealed window over all groups."""
         return int(self.kept.sum()) // self.rule.page
 
+    @cached_property
+    def window_entries(self) -> int:
+        """K/V pairs of one sealed window over all full-attention heads."""
+        return sum(len(group.heads) * group.kept for group in self.groups)
+
+    @cached_property
+    def window_tokens(self) -> int:
+        """K/V pairs of one window over all full-attention heads before it is sealed."""
+        return self.rule.window * sum(len(g.heads) for g in self.groups[: self.num_full])
+
     # bytes
 
     def page_bytes(self, itemsize: int) -> int:

@@ -26,6 +26,7 @@ import numpy as np
 
 from tangram_sglang.plan.layout import Kind, KVLayout
 from tangram_sglang.pool.ledger import Ledger
+from tangram_sglang.pool.tally import Tally
 
 _NO_SLOTS = np.empty(0, dtype=np.int64)
 
@@ -90,6 +91,7 @@ class Rows:
         self.ledger = ledger
         self.table = np.zeros((max_rows + 1, int(layout.table_offset[-1])), dtype=np.int32)
         self.live: dict[int, Row] = {}
+        self.tally = Tally()
         self.evict: Callable[[int], object] = lambda pages: None
         self.tail_left: Callable[[int], None] = lambda row: None
 
@@ -127,6 +129,7 @@ class Rows:
             self._give_tail(step)
             state = self.live[step.row]
             state.n, state.step = step.n1, step
+            self.tally.windows_sealed += step.s1 - step.s0
             if step.s1 > step.s0 and state.cached_tokens <= step.s1 * self.layout.rule.window:
                 self.tail_left(step.row)
         slots = [self._new_slots(step) for step in steps]
