@@ -7,6 +7,13 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# the same examples in every run, so that a change is what breaks a test; a search for new ones is
+# `HYPOTHESIS_PROFILE=search make test`
+settings.register_profile("fixed", deadline=None, derandomize=True)
+settings.register_profile("search", deadline=None, print_blob=True, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 # SGLang picks its platform when it is first imported, by whichever test that is
 os.environ.setdefault("TANGRAM_CPU_PLATFORM", "1")
