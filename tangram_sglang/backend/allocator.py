@@ -40,8 +40,8 @@ class TangramAllocator(BaseTokenToKVPoolAllocator):
     ) -> bool:
         """Whether one more token of every request fits, prompts in prefill left their promise."""
         rows = self._pool.rows
-        states = [rows.live[req.kv.req_pool_idx] for req in requests]
-        need = sum(rows.private(x, x.n + 1) - rows.private(x, x.n) for x in states)
+        live = [req.kv.req_pool_idx for req in requests]
+        need = sum(rows.row_demand(row, rows.live[row].n + 1) for row in live)
         return need <= self._pool.reachable_pages - rows.promised
 
     def available_size(self) -> int:
