@@ -38,27 +38,6 @@ def conversation(name, seed, turns=5, first=90):
     ]
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
-@pytest.mark.parametrize("retention", [1.0, 0.3])
-def test_five_turns_reuse_all_but_a_page_and_change_nothing(folder, retention, overlap):
-    env = {**TINY_ENV, "TANGRAM_RETENTION": str(retention)}
-    requests = [r for i in range(4) for r in conversation(f"c{i}x", i, first=60 + 23 * i)]
-    arguments = {"chunked_prefill_size": 64}
-    cold = serve(folder, requests, env=env, disable_radix_cache=True, **arguments)
-    warm = serve(folder, requests, env=env, overlap=overlap, **arguments)
-    assert warm.tokens == cold.tokens
-    assert_reserved_exactly(warm)
-    for request in requests:
-        output = warm[request.rid]
-        if request.continues:
-            # the last token of an answer is never stored
-            stored = len(output.prompt_ids) - len(request.input_ids) - 1
-            assert stored - P < output.cached_tokens <= stored
-        else:
-            assert output.cached_tokens == 0
-        assert cold[request.rid].cached_tokens == 0
-
-
 def test_another_user_of_a_document_reuses_its_windows_but_one(folder):
     env = {**TINY_ENV, "TANGRAM_RETENTION": "0.3"}
     document = random_tokens(300, seed=1)
