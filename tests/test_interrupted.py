@@ -254,7 +254,7 @@ def _abort_as_planned(plan, control):
     watch(control)
     for rid in plan.get(control.step, ()):
         control.abort(rid)
-    if control.step % 25 == 24:
+    if control.step % 25 == 24 and len(control.active()) > 3:
         control.flush()
 
 
