@@ -1,5 +1,6 @@
 """Prefixes are reused on compressed KV, and a continued conversation does not notice."""
 
+import dataclasses
 from functools import partial
 
 import pytest
@@ -130,15 +131,39 @@ def test_an_aborted_request_leaves_only_right_pages_behind(folder, step):
         assert result["again"].output_ids == alone
 
 
+def _change_plan(control):
+    """As if this process served another plan from now on."""
+    watch(control)
+    pool = control.scheduler.token_to_kv_pool_allocator.get_kvcache()
+    if control.outputs["salted"].finished:
+        pool.plan = dataclasses.replace(pool.plan, digest="another plan's")
+
+
 def test_namespaces_share_nothing(folder):
-    """D7 (sgl-project/sglang#24638)."""
+    """D7 (sgl-project/sglang#24638, LMCache/LMCache#2961): key, adapter, salt and plan.
+
+    SGLang puts the adapter's id into the extra key.
+    """
     env = {**TINY_ENV, "TANGRAM_RETENTION": "0.3"}
     prompt = random_tokens(150, seed=6)
-    requests = [
-        Req(prompt, 5, rid="plain"),
-        Req(prompt, 5, rid="keyed", after="plain", fields={"extra_key": "adapter"}),
-        Req(prompt, 5, rid="again", after="keyed", fields={"extra_key": "adapter"}),
-    ]
-    result = serve(folder, requests, env=env)
-    assert result["keyed"].cached_tokens == 0
-    assert result["again"].cached_tokens >= 148 - P
+    of_namespace = {
+        "plain": {},
+        "keyed": {"extra_key": "a"},
+        "again-keyed": {"extra_key": "a"},
+        "adapter": {"lora_id": "b"},
+        "again-adapter": {"lora_id": "b"},
+        "both": {"extra_key": "a", "lora_id": "b"},
+        "salted": {"cache_salt": "a"},
+        "other-plan": {},
+        "again-other-plan": {},
+    }
+    requests, before = [], ""
+    for rid, fields in of_namespace.items():
+        requests.append(Req(prompt, 5, rid=f"{rid}", after=before, fields=fields))
+        before = rid
+    result = serve(folder, requests, env=env, on_step=_change_plan)
+    again = {"again-keyed", "again-adapter", "again-other-plan"}
+    assert {r.rid: result[r.rid].cached_tokens for r in requests} == {
+        rid: 148 if rid in again else 0 for rid in of_namespace
+    }
+    assert len({tuple(tokens) for tokens in result.tokens.values()}) == 1
