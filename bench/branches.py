@@ -201,7 +201,8 @@ def table(points: list[Point]) -> str:
         mean = summary(group)
         lines.append(
             _line("mean", mean["kl_cold"], mean["kl"], mean["ratio"], mean["given_up"])
-            + f"   ratios {mean['lowest']:.2f} to {mean['highest']:.2f}"
+            + f"   ratios {mean['lowest']:.2f} to {mean['highest']:.2f}, "
+            + f"geometric mean {mean['geometric']:.3f}"
         )
     return "\n".join(lines).lstrip("\n")
 

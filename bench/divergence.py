@@ -1,5 +1,6 @@
 """KL divergence between what two models of the same tokens predict, over the whole vocabulary."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,7 +89,11 @@ class Point:
 
 
 def summary(points: list[Point]) -> dict[str, float]:
-    """Means over documents: of both KLs, their ratio, and the spread of the documents' ratios."""
+    """Means over documents: of both KLs, their ratio, and what the documents' own ratios are.
+
+    The document with the largest KL decides the ratio of the means; the geometric mean of the ratios
+    counts all alike.
+    """
     cold = sum(p.kl_cold for p in points) / len(points)
     kl = sum(p.kl for p in points) / len(points)
     ratios = sorted(p.ratio for p in points)
@@ -96,6 +101,7 @@ def summary(points: list[Point]) -> dict[str, float]:
         "kl_cold": cold,
         "kl": kl,
         "ratio": kl / cold,
+        "geometric": math.prod(ratios) ** (1 / len(ratios)),
         "lowest": ratios[0],
         "highest": ratios[-1],
         "given_up": sum(p.given_up for p in points) / len(points),
