@@ -48,7 +48,7 @@ class OnReal(OnWhole):
 
 
 class TestAnswers(BasicDecodeCorrectnessMixin, BasicSchedulerStressMixin, OnReal):
-    # SmolLM2 gives the same answers on any backend, and to these two they are wrong
+    # SmolLM2-135M does not know the answers
     test_basic_math = None
     test_concurrent_requests = None
     # in test_scheduler.py: 8,000 tokens take a minute here
