@@ -115,6 +115,21 @@ def test_a_session_goes_on_after_its_pages_are_evicted(third):
     talk.close()
 
 
+def test_a_turn_too_long_to_serve_leaves_its_session_as_it_was(either):
+    """D9 (sgl-project/sglang PR#22273, PR#22213): the turn after it still sees the one before."""
+    flush_when_idle(either)
+    talk = Talk(either)
+    first, second = random_tokens(300, seed=3), random_tokens(60, seed=4)
+    out1, _, _, rid = talk.turn(first)
+    refused = talk.raw(random_tokens(60_000, seed=5), rid=rid)
+    assert refused.status_code == 400
+    out2, cached, prompt, _ = talk.turn(second, rid=rid)
+    assert (cached, prompt) == (300 + NEW - 1, 300 + NEW + 60)
+    assert out2 == talk.cold(either, first + out1 + second)
+    talk.close()
+    assert_no_page_is_lost(either)
+
+
 def test_streaming_sessions_are_refused_by_name(whole):
     """SGLang refuses them at run time and names its flag, which we refuse (tests/test_refusals.py)."""
     answer = Talk(whole).post("/open_session", {"capacity_of_str_len": 9, "streaming": True})
