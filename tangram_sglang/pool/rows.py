@@ -83,7 +83,9 @@ class Rows:
         max_rows: highest row id.
 
     ``evict`` is called with a number of pages that must become free; ``tail_left`` with a row
-    whose cached tail has been sealed away. The prefix cache sets both.
+    whose cached tail has been sealed away. The prefix cache sets both. ``pointed`` is called with
+    a row and the table entries of it that have changed; a copy of the table elsewhere follows it.
+    ``granted`` holds the steps of the last ``advance``, in its order.
     """
 
     def __init__(self, layout: KVLayout, ledger: Ledger, max_rows: int):
@@ -94,6 +96,8 @@ class Rows:
         self.tally = Tally()
         self.evict: Callable[[int], object] = lambda pages: None
         self.tail_left: Callable[[int], None] = lambda row: None
+        self.pointed: Callable[[int, np.ndarray], None] = lambda row, slots: None
+        self.granted: list[Step] = []
 
     def open(
         self,
@@ -114,9 +118,9 @@ class Rows:
         n = floor * rule.window + len(tail) * rule.page
         self.live[row] = Row(prompt, n, floor, floor, n)
         for j, pages in enumerate(windows):
-            self.table[row, self._sealed_slots(j, j + 1)] = pages
+            self._point(row, self._sealed_slots(j, j + 1), pages)
         for i, pages in enumerate(tail, floor * rule.window // rule.page):
-            self.table[row, self._full_ring(i)] = pages
+            self._point(row, self._full_ring(i), pages)
 
     def advance(self, targets: list[tuple[int, int]]) -> None:
         """Grow each (row, tokens) of one forward step; takes and gives back all pages it needs.
@@ -124,7 +128,7 @@ class Rows:
         Raises:
             RuntimeError: the pages are not there, or a row would shrink.
         """
-        steps = [self._plan_step(row, n1) for row, n1 in targets]
+        self.granted = steps = [self._plan_step(row, n1) for row, n1 in targets]
         for step in steps:
             self._give_tail(step)
             state = self.live[step.row]
@@ -138,7 +142,7 @@ class Rows:
             self.evict(short)
         for step, new in zip(steps, slots, strict=True):
             if len(new):
-                self.table[step.row, new] = self.ledger.take(len(new), step.row)
+                self._point(step.row, new, self.ledger.take(len(new), step.row))
 
     def close(self, row: int) -> None:
         """Give back everything the row owns."""
@@ -242,9 +246,13 @@ class Rows:
         mine = self.table[row, slots]
         if owner is None:
             self.ledger.give(mine, row)
-            self.table[row, slots] = pages
+            self._point(row, slots, pages)
         else:
             self.ledger.hand_over(mine, row, owner)
+
+    def _point(self, row: int, slots: np.ndarray, pages: np.ndarray) -> None:
+        self.table[row, slots] = pages
+        self.pointed(row, slots)
 
     def _full_ring(self, page: int) -> np.ndarray:
         return self._ring(self.layout.kinds[0], page, page + 1)[:, 0]
