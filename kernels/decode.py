@@ -68,9 +68,7 @@ TABLES = ["rows", "seq_lens", "n_win", "kept_pages", "table_offset", "ring_offse
 TABLES += ["sliding", "rings", "starts", "pieces", "done", "sinks"]
 
 
-@triton.jit(
-    do_not_specialize=["batch", "table_stride"], do_not_specialize_on_alignment=TABLES
-)
+@triton.jit(do_not_specialize=["batch", "table_stride"], do_not_specialize_on_alignment=TABLES)
 def decode_kernel(
     q,
     k_new,

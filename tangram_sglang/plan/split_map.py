@@ -52,7 +52,9 @@ class SplitMap:
         splits = self.splits[layer]
         head = np.repeat(np.arange(len(splits)), splits)
         first = np.cumsum(splits) - splits
-        return np.stack([head, np.arange(len(head)) - first[head], splits[head]], 1).astype(np.int32)
+        return np.stack([head, np.arange(len(head)) - first[head], splits[head]], 1).astype(
+            np.int32
+        )
 
 
 def plan_splits(shares: np.ndarray, programs: int, batch: int) -> SplitMap:

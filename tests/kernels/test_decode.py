@@ -104,7 +104,7 @@ def test_the_newest_token_is_stored_and_nothing_else_is_touched():
     assert_close(out, expected)
     changed = (batch.slab.nan_to_num(7.5) != before.nan_to_num(7.5)).nonzero()
     stored = torch.full_like(batch.slab, torch.nan)
-    pool = stored[:, : -48].unflatten(1, batch.pool.shape[1:])
+    pool = stored[:, :-48].unflatten(1, batch.pool.shape[1:])
     for (i, b, h), (page, column, slot) in batch.newest.items():
         pool[page, column, 0, slot] = batch.k[i, b, h][-1]
         pool[page, column, 1, slot] = batch.v[i, b, h][-1]
