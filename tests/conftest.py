@@ -7,6 +7,18 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+
+# Without a GPU the Triton kernels run in Triton's interpreter, which Triton's own library must
+# know when it is first imported and our kernels when they are. Child processes (servers) get the
+# environment as it was: SGLang must not run interpreted.
+if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton.experimental.gluon
+    import tangram_sglang.kernels.decode
+    import tangram_sglang.kernels.write  # noqa: F401
+
+    del os.environ["TRITON_INTERPRET"]
 
 # SGLang picks its platform when it is first imported, by whichever test that is
 os.environ.setdefault("TANGRAM_CPU_PLATFORM", "1")
