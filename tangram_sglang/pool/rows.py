@@ -29,6 +29,7 @@ from tangram_sglang.pool.ledger import Ledger
 from tangram_sglang.pool.tally import Tally
 
 _NO_SLOTS = np.empty(0, dtype=np.int64)
+_NO_PAGES = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,8 @@ class Rows:
     ``evict`` is called with a number of pages that must become free; ``tail_left`` with a row
     whose cached tail has been sealed away. The prefix cache sets both. ``pointed`` is called with
     a row and the table entries of it that have changed; a copy of the table elsewhere follows it.
-    ``granted`` holds the steps of the last ``advance``, in its order.
+    ``granted`` holds the steps of the last ``advance``, in its order, and ``taken`` the pages it
+    handed out.
     """
 
     def __init__(self, layout: KVLayout, ledger: Ledger, max_rows: int):
@@ -98,6 +100,7 @@ class Rows:
         self.tail_left: Callable[[int], None] = lambda row: None
         self.pointed: Callable[[int, np.ndarray], None] = lambda row, slots: None
         self.granted: list[Step] = []
+        self.taken = _NO_PAGES
 
     def open(
         self,
@@ -129,20 +132,26 @@ class Rows:
             RuntimeError: the pages are not there, or a row would shrink.
         """
         self.granted = steps = [self._plan_step(row, n1) for row, n1 in targets]
-        for step in steps:
-            self._give_tail(step)
+        slots = [self._new_slots(step) for step in steps]
+        need = sum(map(len, slots))
+        # a step reads the tails it gives back: others take them only where nothing else is free
+        scarce = need > self.ledger.free
+        if scarce:
+            for step in steps:
+                self._give_tail(step, last=True)
+            self.evict(max(0, need - self.ledger.free))
+        taken = [self.ledger.take(len(new), x.row) for x, new in zip(steps, slots, strict=True)]
+        if not scarce:
+            for step in steps:
+                self._give_tail(step)
+        for step, new, pages in zip(steps, slots, taken, strict=True):
+            self._point(step.row, new, pages)
             state = self.live[step.row]
             state.n, state.step = step.n1, step
             self.tally.windows_sealed += step.s1 - step.s0
             if step.s1 > step.s0 and state.cached_tokens <= step.s1 * self.layout.rule.window:
                 self.tail_left(step.row)
-        slots = [self._new_slots(step) for step in steps]
-        short = sum(map(len, slots)) - self.ledger.free
-        if short > 0:
-            self.evict(short)
-        for step, new in zip(steps, slots, strict=True):
-            if len(new):
-                self._point(step.row, new, self.ledger.take(len(new), step.row))
+        self.taken = np.concatenate(taken) if taken else _NO_PAGES
 
     def close(self, row: int) -> None:
         """Give back everything the row owns."""
@@ -282,7 +291,7 @@ class Rows:
             )
         return Step(row, n0, n1, s0, s1, state.floor, tail)
 
-    def _give_tail(self, step: Step) -> None:
+    def _give_tail(self, step: Step, last: bool = False) -> None:
         cached = self.live[step.row].cached_tokens // self.layout.rule.page
         for kind in self.layout.kinds:
             first, end = self._tail_span(kind, step.n0, step.floor)
@@ -291,7 +300,7 @@ class Rows:
             end = min(end, self._tail_span(kind, step.n1, step.floor)[0])
             gone = self._ring(kind, first, end).ravel()
             if len(gone):
-                self.ledger.give(self.table[step.row, gone], step.row)
+                self.ledger.give(self.table[step.row, gone], step.row, last)
 
     def _new_slots(self, step: Step) -> np.ndarray:
         slots = [self._sealed_slots(step.s0, step.s1)] if step.s1 > step.s0 else []
