@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 # Without a GPU the Triton kernels run in Triton's interpreter, which Triton's own library must
 # know when it is first imported and our kernels when they are. Child processes (servers) get the
@@ -19,6 +20,12 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     import tangram_sglang.kernels.write  # noqa: F401
 
     del os.environ["TRITON_INTERPRET"]
+
+# the same examples in every run, so that a change is what breaks a test; a search for new ones is
+# `HYPOTHESIS_PROFILE=search make test`
+settings.register_profile("fixed", deadline=None, derandomize=True)
+settings.register_profile("search", deadline=None, print_blob=True, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 # SGLang picks its platform when it is first imported, by whichever test that is
 os.environ.setdefault("TANGRAM_CPU_PLATFORM", "1")

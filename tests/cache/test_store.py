@@ -155,4 +155,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestPool.settings = settings(max_examples=100, stateful_step_count=60)

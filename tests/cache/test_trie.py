@@ -186,4 +186,4 @@ class TrieMachine(RuleBasedStateMachine):
 
 
 TestTrie = TrieMachine.TestCase
-TestTrie.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestTrie.settings = settings(max_examples=40, stateful_step_count=40)

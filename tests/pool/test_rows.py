@@ -106,7 +106,7 @@ class RowMachine(RuleBasedStateMachine):
 
 
 TestRows = RowMachine.TestCase
-TestRows.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestRows.settings = settings(max_examples=40, stateful_step_count=40)
 
 
 def test_pages_of_a_prompt_stay_promised_until_its_last_chunk():
