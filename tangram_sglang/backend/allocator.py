@@ -41,8 +41,12 @@ class TangramAllocator(BaseTokenToKVPoolAllocator):
         """Whether one more token of every request fits, prompts in prefill left their promise."""
         rows = self._pool.rows
         states = [rows.live[req.kv.req_pool_idx] for req in requests]
+        left = self._pool.reachable_pages - rows.promised
         need = sum(rows.private(x, x.n + 1) - rows.private(x, x.n) for x in states)
-        return need <= self._pool.reachable_pages - rows.promised
+        if self._pool.spare and need <= left:
+            # on a GPU only so many pages can change hands within a step
+            need = sum(rows.new_pages(x, x.n + 1) for x in states) - len(self._pool.spare)
+        return need <= left
 
     def available_size(self) -> int:
         return self._pool.tokens(self._pool.ledger.free)

@@ -10,9 +10,9 @@ from tangram_sglang.errors import TangramError
 # (flag as the user writes it, whether the resolved arguments ask for it, what to do instead)
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
-        "--device cuda",
-        lambda a: a.device != "cpu",
-        "this release serves on CPUs only: set TANGRAM_CPU_PLATFORM=1 and pass --device cpu",
+        "--device",
+        lambda a: a.device not in ("cpu", "cuda"),
+        "pass --device cuda, or --device cpu with TANGRAM_CPU_PLATFORM=1",
     ),
     (
         "--prefill-attention-backend / --decode-attention-backend",

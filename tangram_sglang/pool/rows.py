@@ -196,6 +196,21 @@ class Rows:
         """Pages that a row owns at ``n`` tokens, with what the cache has of it now."""
         return self.layout.pages(n, state.floor) - self.shared(state, n)
 
+    def new_pages(self, state: Row, n: int) -> int:
+        """Pages that a row takes in a step to ``n`` tokens, whatever it gives back."""
+        rule = self.layout.rule
+        sealed = rule.sealed(n, state.floor) - rule.sealed(state.n, state.floor)
+        tail = rule.pages(n) - max(
+            rule.pages(state.n), self.layout.tail_start(None, n, state.floor) // rule.page
+        )
+        sliding = rule.pages(n) - rule.pages(state.n)
+        groups = len(self.layout.groups) - self.layout.num_full
+        return (
+            sealed * self.layout.window_pages
+            + max(0, tail) * self.layout.num_full
+            + sliding * groups
+        )
+
     def shared(self, state: Row, n: int) -> int:
         """Pages that a row reads at ``n`` tokens and the prefix cache owns."""
         start = self.layout.tail_start(None, n, state.floor)
