@@ -134,23 +134,29 @@ class Rows:
         self.granted = steps = [self._plan_step(row, n1) for row, n1 in targets]
         slots = [self._new_slots(step) for step in steps]
         need = sum(map(len, slots))
-        # a step reads the tails it gives back: others take them only where nothing else is free
+        leaving = [step.row for step in steps if self._leaves_cached_tail(step)]
+        # a step reads the tails it moves, so they are handed out last: first what rows give back
+        # themselves, then what they leave with the cache
         scarce = need > self.ledger.free
         if scarce:
             for step in steps:
                 self._give_tail(step, last=True)
-            self.evict(max(0, need - self.ledger.free))
+        while need > self.ledger.free:
+            self.evict(need - self.ledger.free)
+            if need <= self.ledger.free or not leaving:
+                break
+            self.tail_left(leaving.pop())
         taken = [self.ledger.take(len(new), x.row) for x, new in zip(steps, slots, strict=True)]
         if not scarce:
             for step in steps:
                 self._give_tail(step)
+        for row in leaving:
+            self.tail_left(row)
         for step, new, pages in zip(steps, slots, taken, strict=True):
             self._point(step.row, new, pages)
             state = self.live[step.row]
             state.n, state.step = step.n1, step
             self.tally.windows_sealed += step.s1 - step.s0
-            if step.s1 > step.s0 and state.cached_tokens <= step.s1 * self.layout.rule.window:
-                self.tail_left(step.row)
         self.taken = np.concatenate(taken) if taken else _NO_PAGES
 
     def close(self, row: int) -> None:
@@ -305,6 +311,10 @@ class Rows:
                 for kind in self.layout.kinds
             )
         return Step(row, n0, n1, s0, s1, state.floor, tail)
+
+    def _leaves_cached_tail(self, step: Step) -> bool:
+        end = step.s1 * self.layout.rule.window
+        return step.s1 > step.s0 and self.live[step.row].cached_tokens <= end
 
     def _give_tail(self, step: Step, last: bool = False) -> None:
         cached = self.live[step.row].cached_tokens // self.layout.rule.page
