@@ -1,6 +1,5 @@
 """Real servers over HTTP: both launchers, equal bytes at two retentions, bad requests."""
 
-import json
 import re
 import sys
 import threading
@@ -10,9 +9,9 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tangram_sglang.cli.server import HOST, Server, cpu_arguments, cpu_environment
+from tests.http_client import generate, metric, post, scrape
 from tests.reference.tiny import random_tokens, save, tiny_llama
 
 pytestmark = pytest.mark.server
@@ -21,7 +20,6 @@ CONTEXT = 40_000
 # 26,000 tokens, uncompressed: 2 layers x 2 heads x (K and V) x 16 floats
 POOL_BYTES = 26_000 * 2 * 2 * 2 * 16 * 4
 PROMPT = 8_100
-REQUEST_TIMEOUT_S = 600
 
 
 @pytest.fixture(scope="module")
@@ -60,32 +58,6 @@ def quarter(folder, tmp_path_factory):
     ) as server:
         server.wait_until_ready()
         yield server
-
-
-def post(server, path, body):
-    request = urllib.request.Request(
-        server.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:
-        return json.load(answer)
-
-
-def generate(server, ids, n=4, **sampling):
-    params = {"temperature": 0, "max_new_tokens": n, "ignore_eos": True, **sampling}
-    return post(server, "/generate", {"input_ids": ids, "sampling_params": params})
-
-
-def scrape(server) -> dict[str, float]:
-    """Samples of /metrics by name; of several, the largest."""
-    with urllib.request.urlopen(server.url + "/metrics", timeout=60) as page:
-        families = text_string_to_metric_families(page.read().decode())
-    samples = sorted((s.name, s.value) for f in families for s in f.samples)
-    return dict(samples)
-
-
-def metric(server, name) -> float:
-    # a gauge is not on the page before its first value
-    return scrape(server).get(name, 0.0)
 
 
 def most_running(server, requests: int) -> int:

@@ -40,12 +40,13 @@ class TangramAllocator(BaseTokenToKVPoolAllocator):
     ) -> bool:
         """Whether one more token of every request fits, prompts in prefill left their promise."""
         rows = self._pool.rows
-        states = [rows.live[req.kv.req_pool_idx] for req in requests]
+        live = [req.kv.req_pool_idx for req in requests]
         left = self._pool.reachable_pages - rows.promised
-        need = sum(rows.private(x, x.n + 1) - rows.private(x, x.n) for x in states)
+        need = sum(rows.row_demand(row, rows.live[row].n + 1) for row in live)
         if self._pool.spare and need <= left:
             # on a GPU only so many pages can change hands within a step
-            need = sum(rows.new_pages(x, x.n + 1) for x in states) - len(self._pool.spare)
+            taken = sum(rows.new_pages(rows.live[row], rows.live[row].n + 1) for row in live)
+            need = taken - len(self._pool.spare)
         return need <= left
 
     def available_size(self) -> int:

@@ -58,7 +58,8 @@ class TangramPrefillBudget(PrefillBudget):
                 f"the last match has {prefix.tokens}"
             )
         start = Row(input_tokens, prefix.tokens, windows, windows, prefix.tokens)
-        self._candidate = self._pool.rows.demand(start, input_tokens + max_new_tokens)
+        sole_from = prefix.sole_from(self._pool.plan.layout.rule.page)
+        self._candidate = self._pool.rows.demand(start, input_tokens + max_new_tokens, sole_from)
         return (True, chunk_limit) if self._candidate <= self.pages_left else (False, None)
 
     def can_allocate_prefill(self, **demand) -> bool:
@@ -83,8 +84,8 @@ class TangramPrefillBudget(PrefillBudget):
 
     def _expected_output(self) -> int:
         rows = self._pool.rows
-        running = [state for state in rows.live.values() if state.n >= state.prompt]
+        running = [(row, state) for row, state in rows.live.items() if state.n >= state.prompt]
         if not running:
             return 0
         ahead = -int(-self.total_offset // len(running))
-        return sum(max(0, rows.demand(state, state.n + ahead)) for state in running)
+        return sum(max(0, rows.row_demand(row, state.n + ahead)) for row, state in running)

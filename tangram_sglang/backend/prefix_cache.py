@@ -43,6 +43,7 @@ class TangramPrefixCache(BasePrefixCache):
         self._store = pool.store = PrefixStore(pool.rows)
         self.trie = self._store.trie
         pool.rows.tail_left = self._leave_tail
+        pool.rows.sole_from = self._sole_from
         self._metrics = None
         if params.enable_metrics:
             self.init_metrics_collector()
@@ -125,11 +126,15 @@ class TangramPrefixCache(BasePrefixCache):
             kind = "window" if node.is_window else "page"
             print(f"{kind} up to token {node.tokens}: {len(node.pages)} pages, {node.locks} locks")
 
-    def _leave_tail(self, row: int) -> None:
-        """The row sealed its cached tail away: hold on to the windows before it only."""
+    def _leave_tail(self, row: int, start: int) -> None:
+        """The row seals its tail up to ``start``: hold on to what it still reads."""
         req = self.req_to_token_pool.request_of[row]
-        if req.lock is not None and req.lock.node.tail:
-            self._anchor(req, req.lock.node.without_tail(self._layout.rule.window))
+        if req.lock is not None:
+            self._anchor(req, req.lock.node.behind(start))
+
+    def _sole_from(self, row: int) -> int:
+        """Token from which on nobody else reads the row's cached tail."""
+        return self.req_to_token_pool.request_of[row].last_node.sole_from(self._layout.rule.page)
 
     def _anchor(self, req: Any, prefix: Prefix) -> None:
         """Move the request's lock."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -80,6 +81,15 @@ class Prefix:
         """Everything the state needs; each node once, parents before children."""
         return (*self.windows, *self.spine, *self.tail)
 
-    def without_tail(self, window: int) -> Prefix:
-        """The sealed windows alone; W tokens each."""
-        return Prefix(len(self.windows) * window, self.windows)
+    def sole_from(self, page: int) -> int:
+        """Token from which on one lock, the asker's, is all that holds the tail.
+
+        Whoever locks a page locks those before it, so locks only fall along the tail.
+        """
+        shared = bisect_left(self.tail, True, key=lambda node: node.locks <= 1)
+        return self.tokens - (len(self.tail) - shared) * page
+
+    def behind(self, start: int) -> Prefix:
+        """The same without the tail pages before token ``start``, which nobody reads any more."""
+        tail = tuple(node for node in self.tail if node.tokens > start)
+        return replace(self, tail=tail, spine=self.spine if tail else ())

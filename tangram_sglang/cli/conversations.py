@@ -1,6 +1,6 @@
-"""The two conversations of the demo: an SGLang frontend program, and a chat of the OpenAI client.
+"""The demo's conversations: an SGLang frontend program, and chats of the OpenAI client.
 
-Both are about one document, which is in their first message. They know a server's URL and nothing of
+All are about one document, which is in their first message. They know a server's URL and nothing of
 the attention backend behind it.
 """
 

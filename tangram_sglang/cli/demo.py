@@ -1,8 +1,9 @@
 """`tangram demo`: a chat with a real server, on compressed KV and then uncompressed.
 
 For the asked retention and once more for 1.0 it starts SGLang with the tangram backend on this CPU,
-runs an SGLang frontend program and an OpenAI chat about a document, and reads from the server what
-each turn held. Everything for the reader goes to stderr; stdout gets one line of JSON.
+runs an SGLang frontend program and an OpenAI chat about a document, has a second user ask about the
+same document, and reads from the server what each turn held and found in the cache. Everything for
+the reader goes to stderr; stdout gets one line of JSON.
 """
 
 import argparse
@@ -14,20 +15,13 @@ import shutil
 import signal
 import sys
 import tempfile
-import textwrap
-from dataclasses import asdict, dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from tangram_sglang.cli import counters
-from tangram_sglang.cli.conversations import (
-    TURN_TIMEOUT_S,
-    Answer,
-    frontend_program,
-    openai_chat,
-)
-from tangram_sglang.cli.counters import Counters
+from tangram_sglang.cli.conversations import TURN_TIMEOUT_S, frontend_program, openai_chat
+from tangram_sglang.cli.report import Run, SecondUser, Turn, comparison, describe, summary
 from tangram_sglang.cli.retention import retention
 from tangram_sglang.cli.server import LOOPBACK, Server, cpu_arguments, cpu_environment
 from tangram_sglang.errors import TangramError
@@ -51,19 +45,7 @@ CHAT_QUESTIONS = (
     "What happened to the File after that book was published?",
     "What does the document say the word 'techspeak' means?",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One turn of the chat, as the JSON line has it."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    entries_held: int
-    bytes_held: int
-    bytes_full: int
-    latency_s: float
-    answer: str
+SECOND_USERS_QUESTION = "What do hackers love, according to the document, and why?"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,8 +111,8 @@ def nearest_plan(folder: Traversable, share: float) -> Path:
     return Path(str(plans[min(plans, key=lambda rho: abs(rho - share))]))
 
 
-def serve(server: Server) -> list[Turn]:
-    """Both conversations with one server, printed as they go; returns the turns of the chat."""
+def serve(server: Server) -> Run:
+    """All conversations with one server, printed as they go."""
     document = (resources.files(TEXTS) / DOCUMENT).read_text(encoding="ascii")
     _say(f"{server.command_line}\nstarting (30 s or more) ...")
     _say(f"ready after {server.wait_until_ready():.0f} s; log: {server.log}")
@@ -140,84 +122,20 @@ def serve(server: Server) -> list[Turn]:
     with server.deadline(TURN_TIMEOUT_S * len(PROGRAM_QUESTIONS)):
         for answer in frontend_program(server.url, document, PROGRAM_QUESTIONS, MAX_TOKENS):
             _say(describe(answer))
-    held = counters.wait_for(server.url, before, len(PROGRAM_QUESTIONS))
+    before += counters.wait_for(server.url, before, len(PROGRAM_QUESTIONS))
 
     _say("\n--- OpenAI client")
     turns = []
     for answer in openai_chat(server.url, document, CHAT_QUESTIONS, MAX_TOKENS):
-        before += held
         held = counters.wait_for(server.url, before)
-        turns.append(turn_of(answer, held))
+        before += held
+        turns.append(Turn.of(answer, held))
         _say(f"turn {len(turns)} of {len(CHAT_QUESTIONS)}: {describe(answer, held)}")
-    return turns
 
-
-def turn_of(answer: Answer, held: Counters) -> Turn:
-    return Turn(
-        prompt_tokens=answer.prompt_tokens,
-        cached_tokens=answer.cached_tokens,
-        entries_held=held.kv_entries,
-        bytes_held=held.kv_bytes,
-        bytes_full=held.kv_bytes_full,
-        latency_s=round(answer.latency_s, 3),
-        answer=answer.text,
-    )
-
-
-def summary(asked: float, turns: list[Turn], uncompressed: list[Turn]) -> dict:
-    """The JSON line: the figures of the asked retention, and beside them the uncompressed ones."""
-    return {
-        **_figures(asked, turns),
-        "uncompressed": _figures(1.0, uncompressed),
-    }
-
-
-def _figures(asked: float, turns: list[Turn]) -> dict:
-    last = turns[-1]
-    return {
-        "retention_asked": asked,
-        "retention_held": round(last.bytes_held / last.bytes_full, 4),
-        "turns": [asdict(turn) for turn in turns],
-    }
-
-
-def describe(answer: Answer, held: Counters | None = None) -> str:
-    """One turn as a block of lines, with what it held where that is known."""
-    lines = [
-        f"{answer.prompt_tokens:,} prompt tokens, {answer.cached_tokens:,} of them cached, "
-        f"{answer.latency_s:.1f} s"
-    ]
-    if held is not None:
-        lines.append(
-            f"  holds {held.kv_entries:,} entries in {_mib(held.kv_bytes)}; a full cache would hold "
-            f"{_mib(held.kv_bytes_full)} ({held.kv_bytes / held.kv_bytes_full:.0%})"
-        )
-    lines.append(_wrap("Q", answer.question))
-    lines.append(_wrap("A", answer.text))
-    return "\n".join(lines)
-
-
-def comparison(turns: list[Turn], uncompressed: list[Turn]) -> str:
-    """A table of both runs, one line a turn."""
-    rows = ["turn   prompt   cached |  held MiB    full   share  latency |  uncompressed  latency"]
-    for number, (turn, full) in enumerate(zip(turns, uncompressed, strict=True), 1):
-        rows.append(
-            f"{number:4d} {turn.prompt_tokens:8,} {turn.cached_tokens:8,} | "
-            f"{turn.bytes_held / 2**20:9.1f} {turn.bytes_full / 2**20:7.1f} "
-            f"{turn.bytes_held / turn.bytes_full:7.1%} {turn.latency_s:6.1f} s | "
-            f"{full.bytes_held / 2**20:9.1f} MiB {full.latency_s:6.1f} s"
-        )
-    return "\n".join(rows)
-
-
-def _wrap(label: str, text: str) -> str:
-    return textwrap.fill(
-        text.strip(), width=96, initial_indent=f"  {label}: ", subsequent_indent="     "
-    )
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"
+    _say("\n--- a second user, about the same document")
+    [answer] = openai_chat(server.url, document, [SECOND_USERS_QUESTION], MAX_TOKENS)
+    _say(describe(answer, counters.wait_for(server.url, before)))
+    return Run(turns, SecondUser.of(answer))
 
 
 def _report(server: Server, error: Exception) -> None:

@@ -83,11 +83,13 @@ class Rows:
         ledger: owner of the pages.
         max_rows: highest row id.
 
-    ``evict`` is called with a number of pages that must become free; ``tail_left`` with a row
-    whose cached tail has been sealed away. The prefix cache sets both. ``pointed`` is called with
-    a row and the table entries of it that have changed; a copy of the table elsewhere follows it.
-    ``granted`` holds the steps of the last ``advance``, in its order, and ``taken`` the pages it
-    handed out.
+    The prefix cache sets three callbacks. ``evict`` is called with a number of pages that must
+    become free; ``tail_left`` with a row and the token before which it now seals its cached tail
+    away; ``sole_from`` with a row, and answers from which token on nobody else reads that tail.
+
+    ``pointed`` is called with a row and the table entries of it that have changed; a copy of the
+    table elsewhere follows it. ``granted`` holds the steps of the last ``advance``, in its order,
+    and ``taken`` the pages it handed out.
     """
 
     def __init__(self, layout: KVLayout, ledger: Ledger, max_rows: int):
@@ -97,7 +99,8 @@ class Rows:
         self.live: dict[int, Row] = {}
         self.tally = Tally()
         self.evict: Callable[[int], object] = lambda pages: None
-        self.tail_left: Callable[[int], None] = lambda row: None
+        self.tail_left: Callable[[int, int], None] = lambda row, start: None
+        self.sole_from: Callable[[int], int] = lambda row: self.live[row].cached_tokens
         self.pointed: Callable[[int, np.ndarray], None] = lambda row, slots: None
         self.granted: list[Step] = []
         self.taken = _NO_PAGES
@@ -134,7 +137,7 @@ class Rows:
         self.granted = steps = [self._plan_step(row, n1) for row, n1 in targets]
         slots = [self._new_slots(step) for step in steps]
         need = sum(map(len, slots))
-        leaving = [step.row for step in steps if self._leaves_cached_tail(step)]
+        leaving = [step for step in steps if self._leaves_cached_tail(step)]
         # a step reads the tails it moves, so they are handed out last: first what rows give back
         # themselves, then what they leave with the cache
         scarce = need > self.ledger.free
@@ -145,13 +148,13 @@ class Rows:
             self.evict(need - self.ledger.free)
             if need <= self.ledger.free or not leaving:
                 break
-            self.tail_left(leaving.pop())
+            self._leave_cached_tail(leaving.pop())
         taken = [self.ledger.take(len(new), x.row) for x, new in zip(steps, slots, strict=True)]
         if not scarce:
             for step in steps:
                 self._give_tail(step)
-        for row in leaving:
-            self.tail_left(row)
+        for step in leaving:
+            self._leave_cached_tail(step)
         for step, new, pages in zip(steps, slots, taken, strict=True):
             self._point(step.row, new, pages)
             state = self.live[step.row]
@@ -176,17 +179,25 @@ class Rows:
     def promised(self) -> int:
         """Pages that prompts still in prefill will take and no one else may."""
         return sum(
-            max(0, self.demand(state, state.prompt))
-            for state in self.live.values()
+            max(0, self.row_demand(row, state.prompt))
+            for row, state in self.live.items()
             if state.n < state.prompt
         )
 
-    def demand(self, state: Row, n: int) -> int:
-        """Most pages that a row takes, less those it gives back, on its way to ``n`` tokens.
+    def row_demand(self, row: int, n: int) -> int:
+        """``demand`` of a live row."""
+        state = self.live[row]
+        return self.demand(state, n, self.sole_from(row) if state.cached_tokens else 0)
 
-        Cached tail pages count for nothing when they are sealed away: they stay with the cache, and
-        others may hold them. They are gone within the windows that W + R raw tokens reach into;
+    def demand(self, state: Row, n: int, sole_from: int) -> int:
+        """Most pages that a row takes, less those it sets free, on its way to ``n`` tokens.
+
+        Cached tail pages that it seals away stay with the cache; those that nobody else reads can
+        be evicted from then on. They are gone within the windows that W + R raw tokens reach into;
         from there on the most is held where ``KVLayout.peak_pages`` says.
+
+        Args:
+            sole_from: token from which on nobody else reads the row's cached tail.
         """
         if not state.cached_windows and not state.cached_tokens:
             peak = self.layout.peak_pages(n, state.n, state.floor)
@@ -196,7 +207,15 @@ class Rows:
         near = range(s0, min(s1, s0 + 2 + -(-rule.recent // rule.window)))
         ends = [rule.epoch_end(s) for s in {*near, s1 - 1} if s >= s0]
         points = {n, *(e + i for e in ends for i in (0, 1) if state.n <= e + i <= n)}
-        return max(self.private(state, x) for x in points) - self.private(state, state.n)
+        most = max(self.private(state, x) - self._set_free(state, x, sole_from) for x in points)
+        return most - self.private(state, state.n)
+
+    def _set_free(self, state: Row, n: int, sole_from: int) -> int:
+        """Cached tail pages that can be evicted once the row has ``n`` tokens."""
+        page = self.layout.rule.page
+        start, end = (self.layout.tail_start(None, x, state.floor) for x in (state.n, n))
+        tokens = min(end, state.cached_tokens) - max(start, sole_from)
+        return max(0, tokens) // page * self.layout.num_full
 
     def private(self, state: Row, n: int) -> int:
         """Pages that a row owns at ``n`` tokens, with what the cache has of it now."""
@@ -313,8 +332,11 @@ class Rows:
         return Step(row, n0, n1, s0, s1, state.floor, tail)
 
     def _leaves_cached_tail(self, step: Step) -> bool:
-        end = step.s1 * self.layout.rule.window
-        return step.s1 > step.s0 and self.live[step.row].cached_tokens <= end
+        start = step.s0 * self.layout.rule.window
+        return step.s1 > step.s0 and self.live[step.row].cached_tokens > start
+
+    def _leave_cached_tail(self, step: Step) -> None:
+        self.tail_left(step.row, step.s1 * self.layout.rule.window)
 
     def _give_tail(self, step: Step, last: bool = False) -> None:
         cached = self.live[step.row].cached_tokens // self.layout.rule.page

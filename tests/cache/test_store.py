@@ -36,6 +36,7 @@ class PoolMachine(RuleBasedStateMachine):
         )
         self.rows = Rows(layout, Ledger(pages), 3)
         self.rows.tail_left = self._leave_tail
+        self.rows.sole_from = lambda row: self.locks[row].sole_from(4)
         self.store = PrefixStore(self.rows)
         self.texts: dict[int, list[int]] = {}
         self.locks = {}
@@ -49,7 +50,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.store.trie.lock(prefix)
         windows = len(prefix.windows)
         start = Row(len(text), prefix.tokens, windows, windows, prefix.tokens)
-        need = self.rows.demand(start, len(text))
+        need = self.rows.demand(start, len(text), prefix.sole_from(4))
         reachable = self.rows.ledger.free + self.store.trie.unlocked_pages
         if need > reachable - self.rows.promised:
             self.store.trie.unlock(prefix)
@@ -69,7 +70,7 @@ class PoolMachine(RuleBasedStateMachine):
         n1 = state.n + (data.draw(st.integers(1, left)) if left > 0 else 1)
         if left <= 0:
             # decode: admission has promised nothing
-            need = self.rows.private(state, n1) - self.rows.private(state, state.n)
+            need = self.rows.row_demand(row, n1)
             reachable = self.rows.ledger.free + self.store.trie.unlocked_pages
             if n1 > 250 or need > reachable - self.rows.promised:
                 return
@@ -124,9 +125,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.store.trie.unlock(self.locks[row])
         self.locks[row] = prefix
 
-    def _leave_tail(self, row):
-        if self.locks[row].tail:
-            self._relock(row, self.locks[row].without_tail(16))
+    def _leave_tail(self, row, start):
+        self._relock(row, self.locks[row].behind(start))
 
     def _pages(self, row):
         """(page, what it must hold, whether the last step wrote to it) for all the table names."""

@@ -19,6 +19,7 @@ TURN_KEYS = [
     *("prompt_tokens", "cached_tokens", "entries_held", "bytes_held", "bytes_full"),
     *("latency_s", "answer"),
 ]
+RUN_KEYS = ["retention_asked", "retention_held", "turns", "second_user"]
 
 
 class FakeServer(Server):
@@ -51,18 +52,21 @@ def run_demo(tmp_path, *more):
     return main(["demo", "--model", str(tmp_path), "--plan", str(tmp_path / "plan.json"), *more])
 
 
-def test_the_last_line_is_json_with_the_five_turns_of_both_runs(tmp_path, capsys):
+def test_the_last_line_is_json_with_the_five_turns_and_second_user_of_both_runs(tmp_path, capsys):
     assert run_demo(tmp_path, "--retention", "0.3") == 0
     out, err = capsys.readouterr()
     assert out.count("\n") == 1
     result = json.loads(out)
-    assert list(result) == ["retention_asked", "retention_held", "turns", "uncompressed"]
-    assert list(result["uncompressed"]) == ["retention_asked", "retention_held", "turns"]
+    assert list(result) == [*RUN_KEYS, "uncompressed"]
+    assert list(result["uncompressed"]) == RUN_KEYS
     for run, asked in ((result, 0.3), (result["uncompressed"], 1.0)):
         assert run["retention_asked"] == asked
         assert [list(turn) for turn in run["turns"]] == [TURN_KEYS] * 5
         last = run["turns"][-1]
         assert run["retention_held"] == last["bytes_held"] / last["bytes_full"] == 0.5
+        # the eighth request, after two of the frontend program and five of the chat
+        assert run["second_user"].pop("latency_s") > 0
+        assert run["second_user"] == {"prompt_tokens": 8000, "cached_tokens": 128}
     # two requests of the frontend program came first, and a turn's figures are that turn's alone
     for number, turn in enumerate(result["turns"], 3):
         assert turn.pop("latency_s") > 0
@@ -75,8 +79,13 @@ def test_the_last_line_is_json_with_the_five_turns_of_both_runs(tmp_path, capsys
             "answer": f"answer {number}",
         }
     # the reader sees the program's answers too, and how to start the server by hand
-    assert all(f"A: answer {n}\n" in err for n in range(1, 8))
+    assert all(f"A: answer {n}\n" in err for n in range(1, 9))
     assert all(server.command_line in err for server in started)
+    # and, for each run as it goes and below the table, what the second user found
+    assert err.count("8,000 prompt tokens, 128 of them cached, ") == 4
+    below = err[err.index("uncompressed  latency") :]
+    assert "second user of the document: 8,000 prompt tokens, 128 of them cached, " in below
+    assert "  uncompressed: 8,000 prompt tokens, 128 of them cached, " in below
 
 
 def test_the_server_is_asked_for_the_tangram_backend_at_each_retention(tmp_path):

@@ -148,8 +148,12 @@ def test_check_sees_a_table_that_names_another_page():
     cached=st.booleans(),
     ahead=st.integers(1, 150),
     recent=st.integers(0, 40),
+    shared=st.integers(0, 20),
 )
-def test_demand_bounds_what_a_row_owns_on_every_step_of_its_way(floor, raw, cached, ahead, recent):
+def test_demand_bounds_what_a_row_holds_on_every_step_of_its_way(
+    floor, raw, cached, ahead, recent, shared
+):
+    """Of a cached tail, pages from ``sole_from`` on are free once they are sealed away."""
     full = ModelShape(tuple(LayerShape(i, 2, 2, 8, None, 1.0) for i in range(2)))
     form = KVLayout.build(
         full,
@@ -166,5 +170,11 @@ def test_demand_bounds_what_a_row_owns_on_every_step_of_its_way(floor, raw, cach
         state = Row(600, n, floor, floor, n)
     else:
         state = Row(600, n, floor)
-    owned = [rows.private(state, x) for x in range(n, n + ahead + 1)]
-    assert rows.demand(state, n + ahead) == max(owned) - owned[0]
+    start = form.tail_start(None, n, floor)
+    sole_from = min(n, start + shared // 4 * 4)
+    held = []
+    for x in range(n, n + ahead + 1):
+        gone = range(start, min(form.tail_start(None, x, floor), n if cached else 0), 4)
+        free = sum(t >= sole_from for t in gone) * form.num_full
+        held.append(rows.private(state, x) - free)
+    assert rows.demand(state, n + ahead, sole_from) == max(held) - held[0]
