@@ -17,6 +17,8 @@ import triton.language as tl
 from tangram_sglang.kernels.raw_rows import HeadIndex
 
 LOG2E = math.log2(math.e)
+# queries x heads of a tile on Hopper
+HOPPER_ROWS = 128
 
 
 @triton.jit
@@ -253,6 +255,14 @@ def prefill_attention(
     cfg = chosen or config(dim, ratio, q.dtype)
     if not len(tiles):
         return out
+    if chosen is None and cfg.rows == HOPPER_ROWS and q.is_cuda:
+        # needs Gluon, which not every Triton has
+        from tangram_sglang.kernels import prefill_hopper
+
+        if prefill_hopper.supported(q, pool):
+            return prefill_hopper.prefill_attention_hopper(
+                q, k, v, out, pool, table, old, tiles, heads, order, scaling, sliding_window, sinks
+            )
     prefill_kernel[(len(tiles), k.shape[1])](
         q,
         k,

@@ -189,10 +189,42 @@ GPU_CASES = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("case", GPU_CASES.values(), ids=GPU_CASES)
 def test_compiled(case, dtype):
+    from tangram_sglang.kernels.prefill import config
+
     case = {"rule": WindowRule(256, 64, 16, 4), **case}
     world = World(**case, dtype=dtype)
-    error = relative_error(run(world), reference(world))
+    expected = reference(world)
+    sinks = torch.linspace(-3, 4, world.heads * world.ratio, device=DEVICE)
+    # the kernel that is chosen here, and the one for every other GPU
+    for chosen in (None, config(world.dim, world.ratio, dtype)):
+        error = relative_error(run(world, chosen=chosen), expected)
+        assert error < TOLERANCE[dtype], (chosen, error)
+    chosen = config(world.dim, world.ratio, dtype)
+    error = relative_error(run(world, sinks), run(world, sinks, chosen))
     assert error < TOLERANCE[dtype], error
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_rows_beside_the_tokens_that_count_may_hold_anything(dim):
+    """V behind a row's last token belongs to another row, or to nobody."""
+    world = World(
+        [(700, 801, 0), (300, 309, 0), (41, 42, 0)],
+        dim=dim,
+        dtype=torch.bfloat16,
+        rule=WindowRule(256, 64, 16, 4),
+    )
+    expected = reference(world)
+    for poisoned in (0, 1):
+        copy = world.new_k.clone(), world.new_v.clone()
+        piece = world.pieces[poisoned]
+        for x in (world.new_k, world.new_v):
+            x[piece.first : piece.first + piece.n1 - piece.n0] = torch.nan
+        others = torch.ones(len(world.q), dtype=torch.bool, device=DEVICE)
+        others[piece.first : piece.first + piece.n1 - piece.n0] = False
+        error = relative_error(run(world)[others], expected[others])
+        assert error < TOLERANCE[torch.bfloat16], error
+        world.new_k[:], world.new_v[:] = copy
 
 
 @pytest.mark.gpu
