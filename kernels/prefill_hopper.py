@@ -1,6 +1,6 @@
 """Prefill attention on Hopper: what ``prefill.py`` computes, with warps that only load.
 
-One warp keeps the copy engine busy, page by page; two groups of four warps hold 64 query rows each
+Two warps keep the copy engine busy, page by page; two groups of four warps hold 64 query rows each
 and multiply straight from shared memory. A page of P tokens and 64 dims is one box of the copy
 engine, so a block of keys is put together from pages without a gather.
 
@@ -16,12 +16,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tangram_sglang.kernels.hopper_blocks import extent, load_blocks, zero_rows
 from tangram_sglang.kernels.raw_rows import HeadIndex
 
 LOG2E = math.log2(math.e)
@@ -29,131 +29,15 @@ LOG2E = math.log2(math.e)
 ROWS = 64
 COLUMNS = 64
 CONSUMERS = 2
-FAR: gl.constexpr = gl.constexpr(-(1 << 30))
 
 
 @gluon.jit
-def _extent(
-    i_block,
-    full,
-    entries,
-    sealed,
-    page_start,
-    raw_start,
-    end,
-    n0,
-    blocks_paged,
-    BN: gl.constexpr,
-    SLIDING: gl.constexpr,
-):
-    """(columns that count, position of column 0, first column that counts) of a masked block."""
-    if i_block < blocks_paged:
-        i_start = i_block * BN
-        count = gl.minimum(BN, entries - i_start)
-        low = 0
-        t0 = FAR
-        if SLIDING:
-            t0 = i_start - sealed + page_start
-            low = raw_start - t0
-    else:
-        t0 = gl.maximum(raw_start, n0) + (i_block - blocks_paged) * BN
-        count = gl.minimum(BN, end - t0)
-        low = 0
-    return count, t0, low
-
-
-@gluon.jit
-def _load(
-    p_pages,
-    p_list,
-    d_pool,
-    d_k,
-    d_v,
-    k_smem,
-    v_smem,
-    k_ready,
-    k_empty,
-    v_ready,
-    v_empty,
-    sealed,
-    entries,
-    page_start,
-    old_first,
-    page_rows,
-    i_row,
-    i_new,
-    i_column,
-    blocks_paged,
-    blocks,
-    P: gl.constexpr,
-    D: gl.constexpr,
-    BN: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    PAGES: gl.constexpr = BN // P
-    PARTS: gl.constexpr = D // 64
-    BYTES: gl.constexpr = BN * D * 2
-    layout: gl.constexpr = d_pool.layout
-    k_pages = k_smem._reinterpret(k_smem.dtype, [STAGES * PARTS * PAGES, P, 64], layout)
-    v_pages = v_smem._reinterpret(v_smem.dtype, [STAGES * PARTS * PAGES, P, 64], layout)
-    k_parts = k_smem._reinterpret(k_smem.dtype, [STAGES * PARTS, BN, 64], layout)
-    v_parts = v_smem._reinterpret(v_smem.dtype, [STAGES * PARTS, BN, 64], layout)
-    for i_block in range(0, blocks_paged):
-        stage = i_block % STAGES
-        phase = (i_block // STAGES) & 1
-        rows = ()
-        for i in gl.static_range(PAGES):
-            # behind the last entry the last page comes again; it is masked
-            entry = gl.minimum(i_block * BN + i * P, (entries - 1) // P * P)
-            is_sealed = entry < sealed
-            page = gl.load(p_pages + entry // P, mask=is_sealed, other=0)
-            old = (entry - sealed + page_start - old_first) // P
-            page += gl.load(p_list + old, mask=entry >= sealed, other=0)
-            rows = rows + (page * page_rows + i_row,)  # noqa: RUF005
-        mbarrier.wait(k_empty.index(stage), phase ^ 1)
-        mbarrier.expect(k_ready.index(stage), BYTES)
-        for i in gl.static_range(PAGES):
-            for part in gl.static_range(PARTS):
-                tma.async_copy_global_to_shared(
-                    d_pool, [rows[i], part * 64], k_ready.index(stage),
-                    k_pages.index((stage * PARTS + part) * PAGES + i),
-                )  # fmt: skip
-        mbarrier.wait(v_empty.index(stage), phase ^ 1)
-        mbarrier.expect(v_ready.index(stage), BYTES)
-        for i in gl.static_range(PAGES):
-            for part in gl.static_range(PARTS):
-                tma.async_copy_global_to_shared(
-                    d_pool, [rows[i] + P, part * 64], v_ready.index(stage),
-                    v_pages.index((stage * PARTS + part) * PAGES + i),
-                )  # fmt: skip
-    for i_block in range(blocks_paged, blocks):
-        stage = i_block % STAGES
-        phase = (i_block // STAGES) & 1
-        row = i_new + (i_block - blocks_paged) * BN
-        mbarrier.wait(k_empty.index(stage), phase ^ 1)
-        mbarrier.expect(k_ready.index(stage), BYTES)
-        for part in gl.static_range(PARTS):
-            tma.async_copy_global_to_shared(
-                d_k, [row, i_column + part * 64], k_ready.index(stage),
-                k_parts.index(stage * PARTS + part),
-            )  # fmt: skip
-        mbarrier.wait(v_empty.index(stage), phase ^ 1)
-        mbarrier.expect(v_ready.index(stage), BYTES)
-        for part in gl.static_range(PARTS):
-            tma.async_copy_global_to_shared(
-                d_v, [row, i_column + part * 64], v_ready.index(stage),
-                v_parts.index(stage * PARTS + part),
-            )  # fmt: skip
-
-
-@gluon.jit
-def _softmax(b_s, m_score, b_max, b_sum, scale, MASKED: gl.constexpr):
-    if MASKED:
-        b_s = gl.where(m_score, b_s, float("-inf"))
+def _softmax(b_s, b_max, b_sum, scale, EMPTY: gl.constexpr):
+    """One step of the online softmax; with EMPTY, a query may have seen nothing so far."""
     b_new = gl.maximum(b_max, gl.max(b_s, 1) * scale)
     b_base = b_new
-    if MASKED:
-        # a query may have seen nothing so far; -inf minus -inf is no number
+    if EMPTY:
+        # -inf minus -inf is no number
         b_base = gl.where(b_new == float("-inf"), 0.0, b_new)
     b_p = gl.exp2(b_s * scale - b_base[:, None])
     b_shrink = gl.exp2(b_max - b_base)
@@ -162,52 +46,13 @@ def _softmax(b_s, m_score, b_max, b_sum, scale, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def _zero_rows(v, count, low, layout: gl.constexpr):
-    """Zero what a masked block holds beside rows low..count."""
-    BN: gl.constexpr = v.shape[0]
-    o_n = gl.arange(0, BN, gl.SliceLayout(1, layout))
-    b_v = v.load(layout)
-    m_n = (o_n < count) & (o_n >= low)
-    v.store(gl.where(m_n[:, None], b_v, gl.zeros_like(b_v)))
-    fence_async_shared()
-
-
-@gluon.jit
 def _attend(
-    p_q,
-    p_out,
-    p_sink,
-    q_smem,
-    k_smem,
-    v_smem,
-    k_ready,
-    k_empty,
-    v_ready,
-    v_empty,
-    i_first,
-    n_tokens,
-    position,
-    i_head,
-    q_stride,
-    out_stride,
-    sliding_window,
-    scale,
-    full,
-    entries,
-    sealed,
-    page_start,
-    raw_start,
-    n0,
-    blocks_paged,
-    blocks,
-    CONSUMER: gl.constexpr,
-    G: gl.constexpr,
-    D: gl.constexpr,
-    BN: gl.constexpr,
-    STAGES: gl.constexpr,
-    SLIDING: gl.constexpr,
-    SINKS: gl.constexpr,
-):
+    p_q, p_out, p_sink, q_smem, k_smem, v_smem, k_ready, k_empty, v_ready, v_empty,
+    i_first, n_tokens, position, i_head, q_stride, out_stride, sliding_window, scale,
+    full, entries, sealed, page_start, raw_start, n0, blocks_paged, blocks,
+    CONSUMER: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
+    STAGES: gl.constexpr, SLIDING: gl.constexpr, SINKS: gl.constexpr,
+):  # fmt: skip
     BM: gl.constexpr = 64
     dtype: gl.constexpr = q_smem.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -237,8 +82,8 @@ def _attend(
     b_zero = gl.zeros([BM, BN], gl.float32, s_layout)
 
     # block 0 has nothing to multiply with V yet
-    count, t0, low = _extent(
-        0, full, entries, sealed, page_start, raw_start, end, n0, blocks_paged, BN, SLIDING
+    count, t0, low = extent(
+        0, entries, sealed, page_start, raw_start, end, n0, blocks_paged, BN, SLIDING
     )
     mbarrier.wait(k_ready.index(0), 0)
     b_s = warpgroup_mma(q, k_smem.index(0).permute((1, 0)), b_zero, use_acc=False, is_async=True)
@@ -247,7 +92,8 @@ def _attend(
     m_score = (o_n < count)[None, :] & (o_n[None, :] <= (b_pos - t0)[:, None])
     if SLIDING:
         m_score = m_score & (o_n[None, :] > (b_pos - t0 - sliding_window)[:, None])
-    b_p, b_max, b_sum, b_shrink = _softmax(b_s, m_score, b_max, b_sum, scale, True)
+    b_s = gl.where(m_score, b_s, float("-inf"))
+    b_p, b_max, b_sum, b_shrink = _softmax(b_s, b_max, b_sum, scale, True)
     b_w = gl.convert_layout(b_p.to(dtype), p_layout)
     last_count, last_low = count, low
     mbarrier.wait(k_ready.index(1), 0, pred=blocks > 1)
@@ -263,7 +109,7 @@ def _attend(
         b_acc = warpgroup_mma(b_w, v_smem.index(last), b_acc, is_async=True)
         b_s = warpgroup_mma_wait(1, deps=(b_s,))
         mbarrier.arrive(k_empty.index(stage), count=1)
-        b_p, b_max, b_sum, b_shrink = _softmax(b_s, True, b_max, b_sum, scale, False)
+        b_p, b_max, b_sum, b_shrink = _softmax(b_s, b_max, b_sum, scale, False)
         b_next = gl.convert_layout(b_p.to(dtype), p_layout)
         # this wait ends a basic block: else the assembler moves the next one up, before the
         # exponentials that are to run beside the product with V
@@ -281,23 +127,25 @@ def _attend(
         stage = i_block % STAGES
         last = (i_block - 1) % STAGES
         last_phase = ((i_block - 1) // STAGES) & 1
-        count, t0, low = _extent(
-            i_block, full, entries, sealed, page_start, raw_start, end, n0, blocks_paged, BN,
-            SLIDING,
+        count, t0, low = extent(
+            i_block, entries, sealed, page_start, raw_start, end, n0, blocks_paged, BN, SLIDING
         )  # fmt: skip
         b_s = warpgroup_mma(
             q, k_smem.index(stage).permute((1, 0)), b_zero, use_acc=False, is_async=True
         )
         mbarrier.wait(v_ready.index(last), last_phase)
         if (last_count < BN) | (last_low > 0):
-            _zero_rows(v_smem.index(last), last_count, last_low, load_layout)
+            zero_rows(v_smem.index(last), last_count, last_low, load_layout)
         b_acc = warpgroup_mma(b_w, v_smem.index(last), b_acc, is_async=True)
         b_s = warpgroup_mma_wait(1, deps=(b_s,))
         mbarrier.arrive(k_empty.index(stage), count=1)
-        m_score = (o_n < count)[None, :] & (o_n[None, :] <= (b_pos - t0)[:, None])
-        if SLIDING:
-            m_score = m_score & (o_n[None, :] > (b_pos - t0 - sliding_window)[:, None])
-        b_p, b_max, b_sum, b_shrink = _softmax(b_s, m_score, b_max, b_sum, scale, True)
+        # most of the step's tokens lie before every query of the tile
+        if SLIDING | (count < BN) | (t0 + BN > position + 1):
+            m_score = (o_n < count)[None, :] & (o_n[None, :] <= (b_pos - t0)[:, None])
+            if SLIDING:
+                m_score = m_score & (o_n[None, :] > (b_pos - t0 - sliding_window)[:, None])
+            b_s = gl.where(m_score, b_s, float("-inf"))
+        b_p, b_max, b_sum, b_shrink = _softmax(b_s, b_max, b_sum, scale, SLIDING)
         b_next = gl.convert_layout(b_p.to(dtype), p_layout)
         # this wait ends a basic block: else the assembler moves the next one up, before the
         # exponentials that are to run beside the product with V
@@ -314,7 +162,7 @@ def _attend(
     last = (blocks - 1) % STAGES
     mbarrier.wait(v_ready.index(last), ((blocks - 1) // STAGES) & 1)
     if (last_count < BN) | (last_low > 0):
-        _zero_rows(v_smem.index(last), last_count, last_low, load_layout)
+        zero_rows(v_smem.index(last), last_count, last_low, load_layout)
     b_acc = warpgroup_mma(b_w, v_smem.index(last), b_acc, is_async=True)
     b_acc, b_w = warpgroup_mma_wait(0, deps=(b_acc, b_w))
 
@@ -406,8 +254,8 @@ def prefill_hopper_kernel(
         mbarrier.init(v_ready.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=2)
     fence_async_shared()
-    # the tile's first block starts with its first page's K of this head
     i_page_row = gl.load(p_column + i_head) * (2 * P)
+    i_new_row = i_new + raw_new - n0
     gl.warp_specialize(
         [
             (_attend, (
@@ -422,15 +270,19 @@ def prefill_hopper_kernel(
                 full, entries, sealed, page_start, raw_start, n0, blocks_paged, blocks,
                 1, G, D, BN, STAGES, SLIDING, SINKS,
             )),
-            (_load, (
-                p_pages, p_list, d_pool, d_k, d_v, k_smem, v_smem,
-                k_ready, k_empty, v_ready, v_empty,
-                sealed, entries, page_start, old_first, page_rows, i_page_row,
-                i_new + raw_new - n0, i_head * D, blocks_paged, blocks, P, D, BN, STAGES,
+            (load_blocks, (
+                p_pages, p_list, d_pool, d_k, k_smem, k_ready, k_empty,
+                sealed, entries, page_start, old_first, page_rows,
+                i_page_row, i_new_row, i_head * D, blocks_paged, blocks, P, D, BN, STAGES,
+            )),
+            (load_blocks, (
+                p_pages, p_list, d_pool, d_v, v_smem, v_ready, v_empty,
+                sealed, entries, page_start, old_first, page_rows,
+                i_page_row + P, i_new_row, i_head * D, blocks_paged, blocks, P, D, BN, STAGES,
             )),
         ],
-        [4, 1],
-        [232, 40],
+        [4, 1, 1],
+        [232, 40, 40],
     )  # fmt: skip
 
 
