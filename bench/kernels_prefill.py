@@ -13,14 +13,17 @@ import csv
 import itertools
 import statistics
 import subprocess
+import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import triton
 
 from bench.chunks import DIM, DTYPE, HEADS, HIDDEN, INNER, LAYERS, RATIO, SINKS, Chunk, check
 from tangram_sglang.kernels.prefill import Config, prefill_attention
 from tangram_sglang.kernels.prefill_hopper import HopperConfig, prefill_attention_hopper
+from tangram_sglang.kernels.prefill_split import Split, split_counts
 from tangram_sglang.kernels.raw_write import raw_write
 from tangram_sglang.kernels.score_expected_attention import (
     expected_queries,
@@ -85,39 +88,61 @@ def ceilings() -> tuple[float, float]:
     return flops, 2 * x.numel() / timed(lambda: y.copy_(x), 9) * 1e3
 
 
-def attention(chunk: Chunk, chosen=None, layers=None) -> float:
+def attention_once(chunk: Chunk, chosen=None, layers=None, split=None):
+    """Launch some layers, or all."""
+    run = prefill_attention_hopper if isinstance(chosen, HopperConfig) else prefill_attention
+    for i in range(len(chunk.heads)) if layers is None else layers:
+        run(
+            chunk.q,
+            chunk.k,
+            chunk.v,
+            chunk.out,
+            chunk.pool,
+            chunk.table,
+            chunk.old,
+            chunk.tiles,
+            chunk.heads[i],
+            chunk.order[i],
+            DIM**-0.5,
+            split=split,
+            chosen=chosen,
+        )
+
+
+def attention(chunk: Chunk, chosen=None, layers=None, split=None) -> float:
     """Milliseconds per layer."""
-    layers = range(len(chunk.heads)) if layers is None else layers
-    hopper = isinstance(chosen, HopperConfig)
-    run = prefill_attention_hopper if hopper else prefill_attention
-
-    def work():
-        for i in layers:
-            run(
-                chunk.q,
-                chunk.k,
-                chunk.v,
-                chunk.out,
-                chunk.pool,
-                chunk.table,
-                chunk.old,
-                chunk.tiles,
-                chunk.heads[i],
-                chunk.order[i],
-                DIM**-0.5,
-                chosen=chosen,
-            )
-
-    return timed(work, 3 if len(layers) < LAYERS else 5) / len(layers)
+    count = len(chunk.heads) if layers is None else len(layers)
+    return timed(lambda: attention_once(chunk, chosen, layers, split), 5) / count
 
 
-def dense(before: int, backend: str) -> float:
+def host_time(chunk: Chunk, chosen=None) -> float:
+    """Microseconds that one launch costs the host."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    attention_once(chunk, chosen)
+    took = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return took / len(chunk.heads) * 1e6
+
+
+def splits(chunk: Chunk, programs: int) -> Split | None:
+    """How the chunk's step would be split."""
+    kept = np.concatenate([h.kept.cpu().numpy() for h in chunk.heads])
+    count, target = split_counts(chunk.tiles.cpu().numpy(), kept, HEADS, 128, programs)
+    if count == 1:
+        return None
+    lines = len(chunk.tiles) * HEADS
+    part, lse = (torch.empty(lines * count * 128 * n, device="cuda") for n in (DIM, 1))
+    return Split(count, target, part, lse, torch.empty(lines, dtype=torch.int32, device="cuda"))
+
+
+def dense(before: int, backend: str, tokens: int = TOKENS) -> float:
     """Milliseconds of FlashInfer on the full KV, two sets of K and V in turn."""
     import flashinfer
 
-    n1 = before + TOKENS
+    n1 = before + tokens
     sets = [torch.randn(2, n1, HEADS, DIM, device="cuda", dtype=DTYPE).unbind(0) for _ in range(2)]
-    q = torch.randn(TOKENS, HEADS * RATIO, DIM, device="cuda", dtype=DTYPE)
+    q = torch.randn(tokens, HEADS * RATIO, DIM, device="cuda", dtype=DTYPE)
     turn = itertools.cycle(sets)
 
     def work():
@@ -152,6 +177,7 @@ class Sealing:
         heads = len(chunk.heads) * HEADS
         self.scores = torch.empty(units, HEADS, window, device="cuda")
         self.logits = torch.empty(units, HEADS, RATIO, window, device="cuda")
+        self.sums = torch.empty(units, HEADS, window // 64, DIM, device="cuda")
         self.positions = torch.empty(units, HEADS, window, device="cuda", dtype=torch.int32)
         inv_freq = 500000.0 ** (-torch.arange(64, device="cuda", dtype=torch.float64) / 64)
         self.stats = expected_queries(
@@ -174,7 +200,7 @@ class Sealing:
 
     def keydiff(self, i: int):
         c = self.chunk
-        score_keydiff(self.scores, c.k, c.pool, c.old, c.units, c.heads[i])
+        score_keydiff(self.scores, self.sums, c.k, c.pool, c.old, c.units, c.heads[i])
 
     def select(self, i: int):
         c = self.chunk
@@ -251,9 +277,8 @@ def sweep():
         print("best", page, min(found))
 
 
-def table(report: Report, flashinfer: bool):
-    flops, bandwidth = ceilings()
-    print(f"bf16 product {flops / 1e12:.0f} TFLOP/s, copy {bandwidth / 1e12:.2f} TB/s")
+def table(report: Report, flops: float, bandwidth: float, flashinfer: bool):
+    """Chunks after short and long prefixes."""
     layer = products()
     print(f"matrix products of one layer, {TOKENS} tokens: {layer:.3f} ms")
     for before in (0, 32768, 122880):
@@ -305,6 +330,37 @@ def table(report: Report, flashinfer: bool):
             del chunk, seal
 
 
+def short_turns(report: Report, flops: float, flashinfer: bool):
+    """A short message in a long conversation, keys split among programs and not."""
+    programs = torch.cuda.get_device_properties(0).multi_processor_count
+    for tokens in (128, 1024):
+        chunk = Chunk(122880, tokens, window=1024, page=16)
+        held, floor = f"{chunk.layout.retention_held:.3f}", chunk.flops() / flops * 1e3
+        split = splits(chunk, programs)
+        took = {
+            name: captured(lambda c=chunk, s=s: attention_once(c, split=s)) / LAYERS
+            for name, s in (("whole", None), ("split", split))
+            if name == "whole" or s
+        }
+        if not check(chunk, LAYERS - 1) < 1e-2:
+            raise RuntimeError("split prefill attention is off")
+        name = f"prefill {tokens} after 122880 W1024 P16"
+        if split:
+            print(f"{name}: up to {split.count} splits of {split.target} blocks")
+        best = min(took.values())
+        for key, ms in took.items():
+            report.add(f"{name} {key}", 122880 + tokens, held, ms, floor, "whole", took["whole"])
+        if flashinfer:
+            for backend in ("fa2", "fa3"):
+                base = dense(122880, backend, tokens)
+                report.add(name, 122880 + tokens, held, best, floor, backend, base)
+        plain = Config(128, 128, 8, 2)
+        attention_once(chunk, plain)
+        print(
+            f"host time of a launch: {host_time(chunk):.0f} us, plain {host_time(chunk, plain):.0f} us"
+        )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sweep", action="store_true", help="block sizes only")
@@ -320,7 +376,10 @@ def main():
         sha = done.stdout.strip()
     report = Report(sha[:9])
     try:
-        table(report, not args.no_flashinfer)
+        flops, bandwidth = ceilings()
+        print(f"bf16 product {flops / 1e12:.0f} TFLOP/s, copy {bandwidth / 1e12:.2f} TB/s")
+        short_turns(report, flops, not args.no_flashinfer)
+        table(report, flops, bandwidth, not args.no_flashinfer)
     finally:
         report.save(args.out / "kernels-prefill.csv")
 

@@ -21,10 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tangram_sglang.kernels.hopper_blocks import extent, load_blocks, zero_rows
+from tangram_sglang.kernels.hopper_blocks import extent, load_blocks, softmax_step, zero_rows
+from tangram_sglang.kernels.prefill_split import Split, merge
 from tangram_sglang.kernels.raw_rows import HeadIndex
 
-LOG2E = math.log2(math.e)
+LOG2E: gl.constexpr = gl.constexpr(math.log2(math.e))
 # rows of queries x heads that one group of warps holds, and dims of one box
 ROWS = 64
 COLUMNS = 64
@@ -32,26 +33,13 @@ CONSUMERS = 2
 
 
 @gluon.jit
-def _softmax(b_s, b_max, b_sum, scale, EMPTY: gl.constexpr):
-    """One step of the online softmax; with EMPTY, a query may have seen nothing so far."""
-    b_new = gl.maximum(b_max, gl.max(b_s, 1) * scale)
-    b_base = b_new
-    if EMPTY:
-        # -inf minus -inf is no number
-        b_base = gl.where(b_new == float("-inf"), 0.0, b_new)
-    b_p = gl.exp2(b_s * scale - b_base[:, None])
-    b_shrink = gl.exp2(b_max - b_base)
-    b_sum = b_sum * b_shrink + gl.sum(b_p, 1)
-    return b_p, b_new, b_sum, b_shrink
-
-
-@gluon.jit
 def _attend(
     p_q, p_out, p_sink, q_smem, k_smem, v_smem, k_ready, k_empty, v_ready, v_empty,
     i_first, n_tokens, position, i_head, q_stride, out_stride, sliding_window, scale,
-    full, entries, sealed, page_start, raw_start, n0, blocks_paged, blocks,
+    entries, sealed, page_start, raw_start, n0, blocks_paged, first, full, blocks,
+    p_part, p_lse,
     CONSUMER: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr, SLIDING: gl.constexpr, SINKS: gl.constexpr,
+    STAGES: gl.constexpr, SLIDING: gl.constexpr, SINKS: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     BM: gl.constexpr = 64
     dtype: gl.constexpr = q_smem.dtype
@@ -83,7 +71,7 @@ def _attend(
 
     # block 0 has nothing to multiply with V yet
     count, t0, low = extent(
-        0, entries, sealed, page_start, raw_start, end, n0, blocks_paged, BN, SLIDING
+        first, entries, sealed, page_start, raw_start, end, n0, blocks_paged, BN, SLIDING
     )
     mbarrier.wait(k_ready.index(0), 0)
     b_s = warpgroup_mma(q, k_smem.index(0).permute((1, 0)), b_zero, use_acc=False, is_async=True)
@@ -93,12 +81,12 @@ def _attend(
     if SLIDING:
         m_score = m_score & (o_n[None, :] > (b_pos - t0 - sliding_window)[:, None])
     b_s = gl.where(m_score, b_s, float("-inf"))
-    b_p, b_max, b_sum, b_shrink = _softmax(b_s, b_max, b_sum, scale, True)
+    b_p, b_max, b_sum, b_shrink = softmax_step(b_s, b_max, b_sum, scale, True)
     b_w = gl.convert_layout(b_p.to(dtype), p_layout)
     last_count, last_low = count, low
     mbarrier.wait(k_ready.index(1), 0, pred=blocks > 1)
 
-    for i_block in range(1, full // BN):
+    for i_block in range(1, full):
         stage = i_block % STAGES
         last = (i_block - 1) % STAGES
         last_phase = ((i_block - 1) // STAGES) & 1
@@ -109,7 +97,7 @@ def _attend(
         b_acc = warpgroup_mma(b_w, v_smem.index(last), b_acc, is_async=True)
         b_s = warpgroup_mma_wait(1, deps=(b_s,))
         mbarrier.arrive(k_empty.index(stage), count=1)
-        b_p, b_max, b_sum, b_shrink = _softmax(b_s, b_max, b_sum, scale, False)
+        b_p, b_max, b_sum, b_shrink = softmax_step(b_s, b_max, b_sum, scale, False)
         b_next = gl.convert_layout(b_p.to(dtype), p_layout)
         # this wait ends a basic block: else the assembler moves the next one up, before the
         # exponentials that are to run beside the product with V
@@ -123,12 +111,13 @@ def _attend(
         b_w = b_next
         last_count, last_low = BN, 0
 
-    for i_block in range(gl.maximum(1, full // BN), blocks):
+    for i_block in range(gl.maximum(1, full), blocks):
         stage = i_block % STAGES
         last = (i_block - 1) % STAGES
         last_phase = ((i_block - 1) // STAGES) & 1
         count, t0, low = extent(
-            i_block, entries, sealed, page_start, raw_start, end, n0, blocks_paged, BN, SLIDING
+            first + i_block, entries, sealed, page_start, raw_start, end, n0, blocks_paged, BN,
+            SLIDING,
         )  # fmt: skip
         b_s = warpgroup_mma(
             q, k_smem.index(stage).permute((1, 0)), b_zero, use_acc=False, is_async=True
@@ -145,7 +134,7 @@ def _attend(
             if SLIDING:
                 m_score = m_score & (o_n[None, :] > (b_pos - t0 - sliding_window)[:, None])
             b_s = gl.where(m_score, b_s, float("-inf"))
-        b_p, b_max, b_sum, b_shrink = _softmax(b_s, b_max, b_sum, scale, SLIDING)
+        b_p, b_max, b_sum, b_shrink = softmax_step(b_s, b_max, b_sum, scale, SLIDING | SPLIT)
         b_next = gl.convert_layout(b_p.to(dtype), p_layout)
         # this wait ends a basic block: else the assembler moves the next one up, before the
         # exponentials that are to run beside the product with V
@@ -166,19 +155,25 @@ def _attend(
     b_acc = warpgroup_mma(b_w, v_smem.index(last), b_acc, is_async=True)
     b_acc, b_w = warpgroup_mma_wait(0, deps=(b_acc, b_w))
 
-    if SINKS:
-        b_sink = gl.load(p_sink + i_head * G + o_row % G).to(gl.float32) * 1.4426950408889634
-        b_new = gl.maximum(b_max, b_sink)
-        b_shrink = gl.exp2(b_max - b_new)
-        b_sum = b_sum * b_shrink + gl.exp2(b_sink - b_new)
-        b_acc = b_acc * gl.convert_layout(b_shrink, out_row_layout)[:, None]
-    b_out = b_acc / gl.convert_layout(b_sum, out_row_layout)[:, None]
     o_m = CONSUMER * BM + gl.arange(0, BM, out_row_layout)
     o_d = gl.arange(0, D, gl.SliceLayout(0, o_layout))
-    o_out = (i_first + o_m // G).to(gl.int64) * out_stride + (i_head * G + o_m % G) * D
-    gl.store(
-        p_out + o_out[:, None] + o_d[None, :], b_out.to(dtype), mask=(o_m // G < n_tokens)[:, None]
-    )
+    if SPLIT:
+        # a split may hold nothing that a query sees
+        b_one = gl.where(b_sum > 0, b_sum, 1.0)
+        gl.store(p_lse + o_row, gl.where(b_sum > 0, b_max + gl.log2(b_one), float("-inf")))
+        b_out = b_acc / gl.convert_layout(b_one, out_row_layout)[:, None]
+        gl.store(p_part + o_m[:, None] * D + o_d[None, :], b_out)
+    else:
+        if SINKS:
+            b_sink = gl.load(p_sink + i_head * G + o_row % G).to(gl.float32) * LOG2E
+            b_new = gl.maximum(b_max, b_sink)
+            b_shrink = gl.exp2(b_max - b_new)
+            b_sum = b_sum * b_shrink + gl.exp2(b_sink - b_new)
+            b_acc = b_acc * gl.convert_layout(b_shrink, out_row_layout)[:, None]
+        b_out = b_acc / gl.convert_layout(b_sum, out_row_layout)[:, None]
+        o_out = (i_first + o_m // G).to(gl.int64) * out_stride + (i_head * G + o_m % G) * D
+        m_out = (o_m // G < n_tokens)[:, None]
+        gl.store(p_out + o_out[:, None] + o_d[None, :], b_out.to(dtype), mask=m_out)
 
 
 @gluon.jit
@@ -197,11 +192,15 @@ def prefill_hopper_kernel(
     p_kept,
     p_offset,
     p_sink,
+    p_part,
+    p_lse,
+    p_used,
     q_stride,
     out_stride,
     table_stride,
     page_rows,
     sliding_window,
+    target,
     scale,
     G: gl.constexpr,
     P: gl.constexpr,
@@ -211,10 +210,11 @@ def prefill_hopper_kernel(
     FIELDS: gl.constexpr,
     SLIDING: gl.constexpr,
     SINKS: gl.constexpr,
+    SPLIT: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     p_tile = p_tiles + gl.program_id(0) * FIELDS
-    i_head = gl.load(p_order + gl.program_id(1))
+    i_head = gl.load(p_order + gl.program_id(2))
     i_row = gl.load(p_tile).to(gl.int64)
     i_first = gl.load(p_tile + 1)
     n_tokens = gl.load(p_tile + 2)
@@ -232,12 +232,27 @@ def prefill_hopper_kernel(
     if not SLIDING:
         sealed = n_win * gl.load(p_kept + i_head)
         p_pages = p_table + i_row * table_stride + gl.load(p_offset + i_head)
-    full = sealed // BN * BN
     page_start = raw_start // P * P
     entries = sealed + gl.maximum(n0 - page_start, 0)
     blocks_paged = (entries + BN - 1) // BN
     raw_new = gl.maximum(raw_start, n0)
     blocks = blocks_paged + (position + n_tokens - raw_new + BN - 1) // BN
+    first = 0
+    if SPLIT:
+        i_line = gl.program_id(0).to(gl.int64) * gl.num_programs(2) + i_head
+        # as in prefill_split.program_blocks
+        splits = gl.minimum(gl.cdiv(blocks, target), gl.num_programs(1))
+        per = gl.cdiv(blocks, splits)
+        first = gl.program_id(1) * per
+        if first == 0:
+            gl.store(p_used + i_line, gl.cdiv(blocks, per))
+        if first >= blocks:
+            return
+        blocks = gl.minimum(per, blocks - first)
+        i_part = i_line * gl.num_programs(1) + gl.program_id(1)
+        p_part += i_part * (128 * D)
+        p_lse += i_part * 128
+    full = gl.minimum(gl.maximum(sealed // BN - first, 0), blocks)
 
     dtype: gl.constexpr = d_pool.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -261,24 +276,26 @@ def prefill_hopper_kernel(
             (_attend, (
                 p_q, p_out, p_sink, q_smem, k_smem, v_smem, k_ready, k_empty, v_ready, v_empty,
                 i_first, n_tokens, position, i_head, q_stride, out_stride, sliding_window, scale,
-                full, entries, sealed, page_start, raw_start, n0, blocks_paged, blocks,
-                0, G, D, BN, STAGES, SLIDING, SINKS,
+                entries, sealed, page_start, raw_start, n0, blocks_paged, first, full, blocks,
+                p_part, p_lse, 0, G, D, BN, STAGES, SLIDING, SINKS, SPLIT,
             )),
             (_attend, (
                 p_q, p_out, p_sink, q_smem, k_smem, v_smem, k_ready, k_empty, v_ready, v_empty,
                 i_first, n_tokens, position, i_head, q_stride, out_stride, sliding_window, scale,
-                full, entries, sealed, page_start, raw_start, n0, blocks_paged, blocks,
-                1, G, D, BN, STAGES, SLIDING, SINKS,
+                entries, sealed, page_start, raw_start, n0, blocks_paged, first, full, blocks,
+                p_part, p_lse, 1, G, D, BN, STAGES, SLIDING, SINKS, SPLIT,
             )),
             (load_blocks, (
                 p_pages, p_list, d_pool, d_k, k_smem, k_ready, k_empty,
                 sealed, entries, page_start, old_first, page_rows,
-                i_page_row, i_new_row, i_head * D, blocks_paged, blocks, P, D, BN, STAGES,
+                i_page_row, i_new_row, i_head * D, blocks_paged, first, blocks,
+                P, D, BN, STAGES,
             )),
             (load_blocks, (
                 p_pages, p_list, d_pool, d_v, v_smem, v_ready, v_empty,
                 sealed, entries, page_start, old_first, page_rows,
-                i_page_row + P, i_new_row, i_head * D, blocks_paged, blocks, P, D, BN, STAGES,
+                i_page_row + P, i_new_row, i_head * D, blocks_paged, first, blocks,
+                P, D, BN, STAGES,
             )),
         ],
         [4, 1, 1],
@@ -336,6 +353,7 @@ def prefill_attention_hopper(
     scaling: float,
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
+    split: Split | None = None,
     chosen: HopperConfig | None = None,
 ) -> torch.Tensor:
     """``prefill.prefill_attention`` where ``supported``, on tiles of 128 rows."""
@@ -347,35 +365,21 @@ def prefill_attention_hopper(
     if not len(tiles):
         return out
     page_rows = pool.stride(0) // dim
-    prefill_hopper_kernel[(len(tiles), k.shape[1])](
+    prefill_hopper_kernel[(len(tiles), split.count if split else 1, k.shape[1])](
         q,
         _rows(k, width, k.stride(0), count, cfg.block),
         _rows(v, width, v.stride(0), count, cfg.block),
         out,
         _rows(pool, dim, dim, len(pool) * page_rows, page),
-        table,
-        old,
-        tiles,
-        order,
-        heads.group,
-        heads.column,
-        heads.kept,
-        heads.offset,
+        table, old, tiles, order, heads.group, heads.column, heads.kept, heads.offset,
         q if sinks is None else sinks,
-        q.stride(0),
-        out.stride(0),
-        table.stride(0),
-        page_rows,
-        sliding_window or 0,
-        scaling * LOG2E,
-        G=q.shape[1] // k.shape[1],
-        P=page,
-        D=dim,
-        BN=cfg.block,
-        STAGES=cfg.stages,
-        FIELDS=tiles.shape[1],
-        SLIDING=sliding_window is not None,
-        SINKS=sinks is not None,
-        num_warps=4,
-    )
+        split.part if split else q, split.lse if split else q, split.used if split else tiles,
+        q.stride(0), out.stride(0), table.stride(0), page_rows,
+        sliding_window or 0, split.target if split else 1, scaling * LOG2E.value,
+        G=q.shape[1] // k.shape[1], P=page, D=dim, BN=cfg.block, STAGES=cfg.stages,
+        FIELDS=tiles.shape[1], SLIDING=sliding_window is not None, SINKS=sinks is not None,
+        SPLIT=split is not None, num_warps=4,
+    )  # fmt: skip
+    if split:
+        merge(out, split, tiles, k.shape[1], CONSUMERS * ROWS, sinks)
     return out
