@@ -8,6 +8,7 @@ Blocks of keys come in the order of ``prefill.py``. Those that are not full, and
 are masked; rows of V that do not count are zeroed, as they may hold anything.
 """
 
+import functools
 import math
 
 import torch
@@ -315,12 +316,21 @@ class HopperConfig:
 CONFIGS = {64: HopperConfig(128, 3), 128: HopperConfig(128, 2), 256: HopperConfig(64, 2)}
 
 
+# built once: making one costs the host more than a launch's arithmetic
+LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
 def supported(q: torch.Tensor, pool: torch.Tensor) -> bool:
     """Whether this kernel takes a launch; ``prefill.py`` takes every one."""
     page, dim = pool.shape[3:]
     return (
         q.is_cuda
-        and torch.cuda.get_device_capability(q.device)[0] == 9
+        and _is_hopper(q.device)
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.dtype == pool.dtype
         and dim in CONFIGS
@@ -331,8 +341,7 @@ def supported(q: torch.Tensor, pool: torch.Tensor) -> bool:
 
 def _rows(x: torch.Tensor, width: int, stride: int, count: int, box: int) -> TensorDescriptor:
     """``x`` as [count, width] rows, read in boxes of [box, COLUMNS]."""
-    layout = gl.NVMMASharedLayout(128, 16, 2)
-    return TensorDescriptor(x, [count, width], [stride, 1], [box, COLUMNS], layout)
+    return TensorDescriptor(x, [count, width], [stride, 1], [box, COLUMNS], LAYOUT)
 
 
 def _aligned(x: torch.Tensor) -> bool:

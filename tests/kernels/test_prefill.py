@@ -114,15 +114,13 @@ def test_every_query_sees_its_own_epoch(case):
     assert relative_error(run(world, chosen=small()), reference(world)) < 1e-5
 
 
-@pytest.mark.parametrize("count", [2, 5])
-def test_split_keys_merge_to_the_whole(count):
+def test_split_keys_merge_to_the_whole():
     """Splits of two blocks and more; some hold only keys behind a query, some are empty."""
-    rows = [(75, 90, 0), (3, 9, 0), (48, 71, 3)]
-    world = World(rows, ratio=3, heads=3, budgets=[0.1, 1.0, 0.1], per_group=1)
-    expected = reference(world)
-    assert relative_error(run(world, chosen=small(), count=count), expected) < 1e-5
+    rows = [(75, 84, 0), (48, 71, 3)]
+    world = World(rows, ratio=2, heads=2, budgets=[0.1, 1.0], per_group=1)
+    assert relative_error(run(world, chosen=small(), count=3), reference(world)) < 1e-5
     sinks = torch.linspace(-3, 4, world.heads * world.ratio, device=DEVICE)
-    found = run(world, sinks, small(), count)
+    found = run(world, sinks, small(), 2)
     assert relative_error(found, run(world, sinks, small())) < 1e-5
 
 
