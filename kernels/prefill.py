@@ -14,9 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
+from tangram_sglang.kernels.prefill_split import Split, merge, program_blocks
 from tangram_sglang.kernels.raw_rows import HeadIndex
 
 LOG2E = math.log2(math.e)
+# queries x heads of a tile on Hopper
+HOPPER_ROWS = 128
 
 
 @triton.jit
@@ -55,6 +58,9 @@ def prefill_kernel(
     p_kept,
     p_offset,
     p_sink,
+    p_part,
+    p_lse,
+    p_used,
     q_stride,
     k_stride,
     v_stride,
@@ -62,6 +68,7 @@ def prefill_kernel(
     table_stride,
     page_stride,
     sliding_window,
+    target,
     scale,
     G: tl.constexpr,
     P: tl.constexpr,
@@ -72,9 +79,10 @@ def prefill_kernel(
     FIELDS: tl.constexpr,
     SLIDING: tl.constexpr,
     SINKS: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
     p_tile = p_tiles + tl.program_id(0) * FIELDS
-    i_head = tl.load(p_order + tl.program_id(1)).to(tl.int64)
+    i_head = tl.load(p_order + tl.program_id(2)).to(tl.int64)
     i_row = tl.load(p_tile).to(tl.int64)
     i_first = tl.load(p_tile + 1)
     n_tokens = tl.load(p_tile + 2)
@@ -83,6 +91,27 @@ def prefill_kernel(
     raw_start = tl.load(p_tile + 5)
     n0 = tl.load(p_tile + 6)
     i_new = tl.load(p_tile + 7)
+
+    p_column_k = p_pool + tl.load(p_column + i_head).to(tl.int64) * (2 * P * D)
+    sealed = 0
+    p_pages = p_table
+    if not SLIDING:
+        sealed = n_win * tl.load(p_kept + i_head)
+        p_pages = p_table + i_row * table_stride + tl.load(p_offset + i_head)
+    page_start = raw_start // P * P
+    entries = sealed + tl.maximum(n0 - page_start, 0)
+    blocks_paged = tl.cdiv(entries, BN)
+    raw_new = tl.maximum(raw_start, n0)
+    end = position + n_tokens
+    i_block = 0
+    last = blocks_paged + tl.cdiv(end - raw_new, BN)
+    if SPLIT:
+        i_block, last, used = program_blocks(last, target)
+        i_line = tl.program_id(0).to(tl.int64) * tl.num_programs(2) + i_head
+        if i_block == 0:
+            tl.store(p_used + i_line, used)
+        if i_block >= last:
+            return
 
     o_m = tl.arange(0, BM)
     o_n = tl.arange(0, BN)
@@ -102,15 +131,10 @@ def prefill_kernel(
     b_max = tl.full([BM], float("-inf"), tl.float32)
     b_sum = tl.zeros([BM], tl.float32)
 
-    p_column_k = p_pool + tl.load(p_column + i_head).to(tl.int64) * (2 * P * D)
-    sealed = 0
-    full = 0
-    p_pages = p_table
+    full = sealed // BN
     if not SLIDING:
-        sealed = n_win * tl.load(p_kept + i_head)
-        full = sealed // BN * BN
-        p_pages = p_table + i_row * table_stride + tl.load(p_offset + i_head)
-        for i_start in range(0, full, BN):
+        for i_full in range(i_block, tl.minimum(full, last)):
+            i_start = i_full * BN
             if P % BN == 0:
                 # the whole block lies in one page
                 i_page = tl.load(p_pages + i_start // P).to(tl.int64)
@@ -135,10 +159,8 @@ def prefill_kernel(
     p_list = (
         p_old + tl.load(p_tile + 8) + tl.load(p_group + i_head).to(tl.int64) * tl.load(p_tile + 9)
     )
-    page_start = raw_start // P * P
-    entries = sealed + tl.maximum(n0 - page_start, 0)
-    for i_start in range(full, entries, BN):
-        o_entry = i_start + o_n
+    for i_paged in range(tl.maximum(i_block, full), tl.minimum(blocks_paged, last)):
+        o_entry = i_paged * BN + o_n
         m_sealed = o_entry < sealed
         o_t = o_entry - sealed + page_start
         m_old = (o_entry >= sealed) & (o_t < n0) & (o_t >= raw_start)
@@ -158,9 +180,8 @@ def prefill_kernel(
             b_q, b_k, b_v, m_score, b_acc, b_max, b_sum, scale, MASKED=True
         )
 
-    end = position + n_tokens
-    for i_start in range(tl.maximum(raw_start, n0), end, BN):
-        o_t = i_start + o_n
+    for i_new_block in range(tl.maximum(i_block, blocks_paged), last):
+        o_t = raw_new + (i_new_block - blocks_paged) * BN + o_n
         o_row = (i_new + o_t - n0).to(tl.int64)
         m_rows = (o_t < end)[:, None] & m_d[None, :]
         b_k = tl.load(
@@ -176,18 +197,25 @@ def prefill_kernel(
             b_q, b_k, b_v, m_score, b_acc, b_max, b_sum, scale, MASKED=True
         )
 
-    if SINKS:
-        b_sink = tl.load(p_sink + i_query).to(tl.float32) * 1.4426950408889634
-        b_new = tl.maximum(b_max, b_sink)
-        b_shrink = tl.exp2(b_max - b_new)
-        b_sum = b_sum * b_shrink + tl.exp2(b_sink - b_new)
-        b_acc = b_acc * b_shrink[:, None]
-    b_out = b_acc / b_sum[:, None]
-    tl.store(
-        p_out + (o_q * out_stride + i_query * D)[:, None] + o_d[None, :],
-        b_out.to(p_out.dtype.element_ty),
-        mask=m_q[:, None] & m_d[None, :],
-    )
+    if SPLIT:
+        i_part = (i_line * tl.num_programs(1) + tl.program_id(1)) * BM
+        # a split may hold nothing that a query sees
+        b_one = tl.where(b_sum > 0, b_sum, 1.0)
+        tl.store(p_lse + i_part + o_m, tl.where(b_sum > 0, b_max + tl.log2(b_one), float("-inf")))
+        p_rows = p_part + (i_part + o_m)[:, None] * D + o_d[None, :]
+        tl.store(p_rows, b_acc / b_one[:, None], mask=m_d[None, :])
+    else:
+        if SINKS:
+            b_sink = tl.load(p_sink + i_query).to(tl.float32) * 1.4426950408889634
+            b_new = tl.maximum(b_max, b_sink)
+            b_shrink = tl.exp2(b_max - b_new)
+            b_sum = b_sum * b_shrink + tl.exp2(b_sink - b_new)
+            b_acc = b_acc * b_shrink[:, None]
+        tl.store(
+            p_out + (o_q * out_stride + i_query * D)[:, None] + o_d[None, :],
+            (b_acc / b_sum[:, None]).to(p_out.dtype.element_ty),
+            mask=m_q[:, None] & m_d[None, :],
+        )
 
 
 class Config:
@@ -204,7 +232,7 @@ def config(head_dim: int, ratio: int, dtype: torch.dtype) -> Config:
     if dtype == torch.float32:
         return Config(32, 32, 4, 2)
     if head_dim <= 128:
-        return Config(128, 64, 8, 3)
+        return Config(128, 128, 8, 2)
     return Config(128, 32, 8, 2)
 
 
@@ -227,6 +255,7 @@ def prefill_attention(
     scaling: float,
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
+    split: Split | None = None,
     chosen: Config | None = None,
 ) -> torch.Tensor:
     """Attention of every query of a step over what its row holds.
@@ -244,6 +273,7 @@ def prefill_attention(
         scaling: factor on q.k, above 0.
         sliding_window: tokens a query sees; None for full attention.
         sinks: [HQ], logits that join each softmax without a value.
+        split: how keys are split among programs, or None; for full attention.
         chosen: other block sizes, for benchmarks.
 
     Returns:
@@ -253,7 +283,16 @@ def prefill_attention(
     cfg = chosen or config(dim, ratio, q.dtype)
     if not len(tiles):
         return out
-    prefill_kernel[(len(tiles), k.shape[1])](
+    if chosen is None and cfg.rows == HOPPER_ROWS and q.is_cuda:
+        # needs Gluon, which not every Triton has
+        from tangram_sglang.kernels import prefill_hopper
+
+        if prefill_hopper.supported(q, pool):
+            return prefill_hopper.prefill_attention_hopper(
+                q, k, v, out, pool, table, old, tiles, heads, order, scaling, sliding_window, sinks,
+                split,
+            )  # fmt: skip
+    prefill_kernel[(len(tiles), split.count if split else 1, k.shape[1])](
         q,
         k,
         v,
@@ -268,6 +307,9 @@ def prefill_attention(
         heads.kept,
         heads.offset,
         q if sinks is None else sinks,
+        split.part if split else q,
+        split.lse if split else q,
+        split.used if split else tiles,
         q.stride(0),
         k.stride(0),
         v.stride(0),
@@ -275,17 +317,21 @@ def prefill_attention(
         table.stride(0),
         pool.stride(0),
         sliding_window or 0,
+        split.target if split else 1,
         scaling * LOG2E,
         G=ratio,
         P=pool.shape[3],
         D=dim,
-        BD=triton.next_power_of_2(dim),
+        BD=max(16, triton.next_power_of_2(dim)),
         BM=cfg.rows,
         BN=cfg.block,
         FIELDS=tiles.shape[1],
         SLIDING=sliding_window is not None,
         SINKS=sinks is not None,
+        SPLIT=split is not None,
         num_warps=cfg.warps,
         num_stages=cfg.stages,
     )
+    if split:
+        merge(out, split, tiles, k.shape[1], cfg.rows, sinks)
     return out

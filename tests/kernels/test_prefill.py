@@ -10,13 +10,24 @@ from tests.kernels.world import DEVICE, World, relative_error, to_device
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
-def run(world: World, sinks=None, chosen=None):
-    from tangram_sglang.kernels.prefill import prefill_attention, tile_tokens
+def run(world: World, sinks=None, chosen=None, count=0):
+    from tangram_sglang.kernels.prefill import config, prefill_attention, tile_tokens
+    from tangram_sglang.kernels.prefill_split import Split
     from tangram_sglang.kernels.records import prefill_tiles
 
     size = tile_tokens(world.dim, world.ratio, world.dtype, chosen)
     tiles = prefill_tiles(world.pieces, world.rule, size, world.kind.sliding_window)
     out = torch.full_like(world.q, torch.nan)
+    split = None
+    if count:
+        rows = (chosen or config(world.dim, world.ratio, world.dtype)).rows
+        parts = len(tiles) * world.heads * count
+        poisoned = [
+            torch.full((n,), torch.nan, device=DEVICE)
+            for n in (parts * rows * world.dim, parts * rows)
+        ]
+        used = torch.full((len(tiles) * world.heads,), 10**6, dtype=torch.int32, device=DEVICE)
+        split = Split(count, 2, *poisoned, used)
     order = torch.argsort(world.head_index.kept, descending=True).int()
     return prefill_attention(
         world.q,
@@ -32,6 +43,7 @@ def run(world: World, sinks=None, chosen=None):
         world.dim**-0.5,
         world.kind.sliding_window,
         sinks,
+        split,
         chosen,
     )
 
@@ -100,6 +112,39 @@ CASES = {
 def test_every_query_sees_its_own_epoch(case):
     world = World(**case)
     assert relative_error(run(world, chosen=small()), reference(world)) < 1e-5
+
+
+def test_split_keys_merge_to_the_whole():
+    """Splits of two blocks and more; some hold only keys behind a query, some are empty."""
+    rows = [(75, 84, 0), (48, 71, 3)]
+    world = World(rows, ratio=2, heads=2, budgets=[0.1, 1.0], per_group=1)
+    assert relative_error(run(world, chosen=small(), count=3), reference(world)) < 1e-5
+    sinks = torch.linspace(-3, 4, world.heads * world.ratio, device=DEVICE)
+    found = run(world, sinks, small(), 2)
+    assert relative_error(found, run(world, sinks, small())) < 1e-5
+
+
+def test_few_tokens_after_many_are_split_and_a_full_chunk_is_not():
+    from tangram_sglang.kernels.prefill_split import CAPACITY, split_counts
+    from tangram_sglang.kernels.records import Piece, prefill_tiles
+
+    rule, kept = WindowRule(1024, 256, 16, 4), np.array([16, 16, 16, 1024])
+    for new, is_split in ((1, True), (300, True), (8192, False)):
+        piece = Piece(1, 120000, 120000 + new, 0, 0, 0, 1, 0)
+        tiles = prefill_tiles([piece], rule, 32)
+        count, target = split_counts(tiles, kept, 8, 128, 132)
+        assert (count > 1) == is_split
+        assert count * len(tiles) * 8 <= max(CAPACITY, len(tiles) * 8)
+        if is_split:
+            assert count * target * 128 >= 117 * 1024
+    assert split_counts(tiles[:0], kept, 8, 128, 132) == (1, 1)
+    # a short request has nothing to split
+    assert (
+        split_counts(prefill_tiles([Piece(1, 0, 40, 0, 0, 0, 0, 0)], rule, 32), kept, 8, 128, 132)[
+            0
+        ]
+        == 1
+    )
 
 
 def test_no_head_reads_another_heads_keys():
@@ -186,13 +231,52 @@ GPU_CASES = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"]
+)
 @pytest.mark.parametrize("case", GPU_CASES.values(), ids=GPU_CASES)
 def test_compiled(case, dtype):
+    from tangram_sglang.kernels.prefill import config
+
     case = {"rule": WindowRule(256, 64, 16, 4), **case}
     world = World(**case, dtype=dtype)
-    error = relative_error(run(world), reference(world))
+    expected = reference(world)
+    sinks = torch.linspace(-3, 4, world.heads * world.ratio, device=DEVICE)
+    # the kernel that is chosen here, and the one for every other GPU
+    for chosen in (None, config(world.dim, world.ratio, dtype)):
+        error = relative_error(run(world, chosen=chosen), expected)
+        assert error < TOLERANCE[dtype], (chosen, error)
+    chosen = config(world.dim, world.ratio, dtype)
+    error = relative_error(run(world, sinks), run(world, sinks, chosen))
     assert error < TOLERANCE[dtype], error
+    if world.kind.sliding_window is None:
+        for count in (3, 8):
+            assert relative_error(run(world, count=count), expected) < TOLERANCE[dtype]
+        error = relative_error(run(world, sinks, count=3), run(world, sinks, chosen))
+        assert error < TOLERANCE[dtype], error
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_rows_beside_the_tokens_that_count_may_hold_anything(dim):
+    """V behind a row's last token belongs to another row, or to nobody."""
+    world = World(
+        [(700, 801, 0), (300, 309, 0), (41, 42, 0)],
+        dim=dim,
+        dtype=torch.bfloat16,
+        rule=WindowRule(256, 64, 16, 4),
+    )
+    expected = reference(world)
+    for poisoned in (0, 1):
+        copy = world.new_k.clone(), world.new_v.clone()
+        piece = world.pieces[poisoned]
+        for x in (world.new_k, world.new_v):
+            x[piece.first : piece.first + piece.n1 - piece.n0] = torch.nan
+        others = torch.ones(len(world.q), dtype=torch.bool, device=DEVICE)
+        others[piece.first : piece.first + piece.n1 - piece.n0] = False
+        error = relative_error(run(world)[others], expected[others])
+        assert error < TOLERANCE[torch.bfloat16], error
+        world.new_k[:], world.new_v[:] = copy
 
 
 @pytest.mark.gpu

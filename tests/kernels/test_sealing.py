@@ -50,11 +50,14 @@ def scores_like(units, world):
 
 
 def check_keydiff(world: World, tolerance: float):
-    from tangram_sglang.kernels.score_keydiff import score_keydiff
+    from tangram_sglang.kernels.score_keydiff import BLOCK, score_keydiff
 
     units = units_of(world)
+    blocks = -(-world.rule.window // BLOCK)
+    shape = (len(units), world.heads, blocks, world.dim)
+    sums = torch.full(shape, torch.nan, device=DEVICE)
     found = score_keydiff(
-        scores_like(units, world), world.new_k, world.pool, world.old, units, world.head_index
+        scores_like(units, world), sums, world.new_k, world.pool, world.old, units, world.head_index
     )
     for i, (unit, k, v) in enumerate(windows(world)):
         heads = torch.arange(world.heads, device=DEVICE)

@@ -94,7 +94,8 @@ class World:
         ]
         self._fill(rows, sealed)
         # the step's tokens, packed as the model hands them over: q, k and v side by side
-        flat = torch.full((total, heads * dim * (ratio + 2) + 3), torch.nan, dtype=dtype)
+        spare = 3 if dtype == torch.float32 else 8
+        flat = torch.full((total, heads * dim * (ratio + 2) + spare), torch.nan, dtype=dtype)
         flat = flat.to(DEVICE)
         self.new_k = flat[:, : heads * dim].view(total, heads, dim)
         self.new_v = flat[:, heads * dim : 2 * heads * dim].view(total, heads, dim)
