@@ -8,13 +8,9 @@ medians with the ratio to torch_native, and appends a line per figure to a CSV f
 """
 
 import argparse
-import csv
-import datetime
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -22,16 +18,16 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 
-from bench.smollm2 import MODEL_DIR, ROOT
+from bench.record import RESULTS, append_csv, machine, say
+from bench.smollm2 import MODEL_DIR
 from tangram_sglang.cli.demo import DOCUMENT, PLANS, TEXTS, nearest_plan
 from tangram_sglang.cli.retention import retention
 from tangram_sglang.cli.server import Server, cpu_arguments, cpu_environment
 
 BASELINE = "torch_native"
-RESULTS = ROOT / "bench" / "results" / "cpu_throughput.csv"
 REQUEST_TIMEOUT_S = 900
 
 METRICS = {
@@ -198,59 +194,33 @@ def same_tokens(results: dict[Variant, list[dict]]) -> str | None:
     return f"greedy tokens at retention 1 equal torch_native's: {'yes' if equal else 'NO'}"
 
 
-def write_csv(path: Path, results: dict[Variant, list[dict]], size: argparse.Namespace) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file)
-        if new:
-            writer.writerow([*POINT_COLUMNS, *machine()])
-        for variant, runs in results.items():
-            for metric in METRICS:
-                values = [run[metric] for run in runs]
-                low, *_, high = statistics.quantiles(values, n=5) if len(values) > 1 else values * 2
-                writer.writerow(
-                    [
-                        *(variant.backend, variant.retention, metric, "tokens/s"),
-                        *(f"{v:.2f}" for v in (statistics.median(values), low, high)),
-                        *(len(values), size.prompt_tokens, size.batch_prompt_tokens),
-                        *(size.new_tokens, size.concurrency),
-                        *machine().values(),
-                    ]
-                )
-
-
-POINT_COLUMNS = (
-    *("backend", "retention", "metric", "unit", "median", "p20", "p80", "n"),
-    *("prompt_tokens", "batch_prompt_tokens", "new_tokens", "concurrency"),
-)
-
-
-def machine() -> dict[str, str]:
-    """What the figures depend on beside the code."""
-    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.split(": ", 1)[1] for line in cpuinfo if line.startswith("model name")]
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    described = subprocess.run(git, capture_output=True, text=True)
-    return {
-        **{name: metadata.version(name) for name in ("tangram-sglang", "sglang", "torch")},
-        "python": platform.python_version(),
-        "git": described.stdout.strip() or "none",
-        "cpu": models[0] if models else platform.processor(),
-        "cores": str(len(models)),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": " ".join(["python -m bench.cpu_throughput", *sys.argv[1:]]),
-    }
-
-
-def say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+def rows(results: dict[Variant, list[dict]], size: argparse.Namespace) -> list[dict]:
+    """A line of the CSV file for each variant and metric."""
+    sizes = ("prompt_tokens", "batch_prompt_tokens", "new_tokens", "concurrency")
+    common = {**{name: getattr(size, name) for name in sizes}, **machine("bench.cpu_throughput")}
+    lines = []
+    for variant, runs in results.items():
+        for metric in METRICS:
+            values = [run[metric] for run in runs]
+            low, *_, high = statistics.quantiles(values, n=5) if len(values) > 1 else values * 2
+            lines.append(
+                {
+                    **{"backend": variant.backend, "retention": variant.retention},
+                    **{"metric": metric, "unit": "tokens/s"},
+                    "median": f"{statistics.median(values):.2f}",
+                    **{"p20": f"{low:.2f}", "p80": f"{high:.2f}", "n": len(values)},
+                    **common,
+                }
+            )
+    return lines
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=MODEL_DIR)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="CSV file (%(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS / "cpu_throughput.csv", help="CSV file (%(default)s)"
+    )
     parser.add_argument(
         "--retention",
         type=retention,
@@ -287,7 +257,7 @@ def main() -> int:
     print(table(results))
     if verdict := same_tokens(results):
         print(verdict)
-    write_csv(size.out, results, size)
+    append_csv(size.out, rows(results, size))
     say(f"written to {size.out}")
     return 0
 

@@ -8,7 +8,15 @@ TINY_ENV = {"TANGRAM_WINDOW": "32", "TANGRAM_RECENT": "16", "TANGRAM_PAGE": "4"}
 
 
 def serve(
-    model_path, requests: list[Req], *, env=None, overlap=False, on_step=None, fresh=False, **args
+    model_path,
+    requests: list[Req],
+    *,
+    env=None,
+    overlap=False,
+    on_step=None,
+    script=None,
+    fresh=False,
+    **args,
 ):
     """One scenario; the books are checked at every step, and all pages are free at its end."""
     result = run_scenario(
@@ -18,6 +26,7 @@ def serve(
         env=TINY_ENV if env is None else env,
         overlap=overlap,
         on_step=on_step or probes.watch,
+        script=script,
         collect=probes.collect,
         timeout_s=300,
         fresh=fresh,
@@ -55,3 +64,22 @@ def assert_same_kept(kept: dict, expected: dict, scores: dict | None = None, all
         gap = max(values) - min(values)
         assert gap <= 1e-4 * spread, f"{key}: positions {sorted(swapped)} are no tie, gap {gap}"
     assert len(differing) <= allowed, f"{len(differing)} heads differ by ties: {differing}"
+
+
+def logprob_gap(result: Result | dict, expected: Result | dict) -> float:
+    """Largest gap of the log-probabilities of answers, chosen tokens and top ones alike.
+
+    Top values are compared in order: two tokens that are close may change places. ``result`` may
+    hold more requests than ``expected``.
+    """
+    gap = 0.0
+    wanted = expected if isinstance(expected, dict) else expected.outputs
+    for rid, want in wanted.items():
+        found = result[rid]
+        assert len(found.logprobs) == len(want.logprobs) == len(want.output_ids) > 0
+        pairs = [*zip(found.logprobs, want.logprobs, strict=True)]
+        for mine, theirs in zip(found.top_logprobs, want.top_logprobs, strict=True):
+            pairs += zip(sorted(mine.values()), sorted(theirs.values()), strict=True)
+        gap = max(gap, *(abs(a - b) for a, b in pairs))
+    print(f"log-probabilities differ by {gap:.1e} at most")
+    return gap

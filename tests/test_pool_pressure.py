@@ -40,13 +40,14 @@ def test_requests_wait_for_pages_and_prompts_are_never_cut_short(folder):
 
 
 def test_memory_pressure_retracts_and_every_request_still_ends_as_alone(folder):
-    requests = [Req(random_tokens(40, seed=i), 200, rid=f"r{i}-") for i in range(4)]
-    alone = {
-        r.rid: serve(folder, [r], env=ENV, max_total_tokens=700)[r.rid].output_ids for r in requests
-    }
-    # admission counts 16 tokens of output, the requests go on for 200; read when SGLang loads
-    env = {**ENV, "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "16"}
-    result = serve(folder, requests, env=env, fresh=True, max_total_tokens=700)
+    # with ignore_eos admission counts on every token; else, so told, on next to none of those that run
+    endless = {"ignore_eos": False, "sampling": {"logit_bias": {"2": -100.0}}}
+    requests = [
+        Req(random_tokens(40, seed=i), 200, rid=f"r{i}-", arrive=3 * i, **endless) for i in range(4)
+    ]
+    arguments = {"max_total_tokens": 700, "schedule_conservativeness": 0.01}
+    alone = {r.rid: serve(folder, [r], env=ENV, **arguments)[r.rid].output_ids for r in requests}
+    result = serve(folder, requests, env=ENV, **arguments)
     assert result.retractions, "the pool was never short"
     assert result.tokens == alone
     assert_reserved_exactly(result)

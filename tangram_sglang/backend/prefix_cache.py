@@ -63,20 +63,20 @@ class TangramPrefixCache(BasePrefixCache):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         key, prefix = params.key, Prefix(0)
         if self._shares:
-            prefix = self.trie.match(_namespace(key), key.token_ids, len(key))
+            prefix = self.trie.match(self._namespace(key), key.token_ids, len(key))
         self._pool.candidate = prefix
         return MatchResult(prefix.tokens, prefix, prefix, prefix)
 
     def touch_prefix(self, key: Any) -> None:
         if self._shares:
-            self.trie.match(_namespace(key), key.token_ids, len(key))
+            self.trie.match(self._namespace(key), key.token_ids, len(key))
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs) -> None:
         """Publish the row's sealed windows and whole tail pages below token ``up_to``."""
         if not self._shares:
             return
         tokens = req.full_untruncated_fill_ids[:up_to]
-        self._anchor(req, self._store.publish(req.kv.req_pool_idx, _namespace(req), tokens))
+        self._anchor(req, self._store.publish(req.kv.req_pool_idx, self._namespace(req), tokens))
         req.kv.cache_protected_len = req.last_node.tokens
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
@@ -143,7 +143,6 @@ class TangramPrefixCache(BasePrefixCache):
         req.lock = TreeLock(prefix, DecLockRefParams())
         req.last_node = prefix
 
-
-def _namespace(key: Any) -> tuple:
-    """What must be equal beside tokens, of a RadixKey or a request; LoRA is in the extra key."""
-    return key.extra_key, key.cache_salt or None
+    def _namespace(self, key: Any) -> tuple:
+        """What must be equal beside tokens, of a RadixKey or a request; LoRA is in the extra key."""
+        return self._pool.plan.digest, key.extra_key, key.cache_salt or None

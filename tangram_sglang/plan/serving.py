@@ -1,9 +1,12 @@
 """Puts settings, plan file and model together into what serving runs with."""
 
+import hashlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from tangram_sglang.errors import TangramError
 from tangram_sglang.plan.file import PlanFile, check_model, load_plan
@@ -32,6 +35,8 @@ class ServingPlan:
         scorer: that scorer, or None at retention 1.0, where nothing is picked.
         query_stats: of every full-attention KV head, if the scorer reads them.
         layout: everything static that follows.
+        digest: of all that decides which tokens are kept and where they lie; what is cached under
+            one digest means nothing under another.
     """
 
     name: str
@@ -40,6 +45,7 @@ class ServingPlan:
     scorer: Scorer | None
     query_stats: QueryStats | None
     layout: KVLayout
+    digest: str
 
 
 def read_plan(settings: Settings, hf_config: Any) -> PlanFile | None:
@@ -103,7 +109,15 @@ def serving_plan(
         scorer = create_scorer(name)
         if "query_stats" in scorer.needs:
             stats = _stats(plan, settings, name, shape, device)
-    return ServingPlan(settings.plan or "uniform", retention, name, scorer, stats, layout)
+    stats_hash = plan.selection.stats_hash if plan and stats is not None else None
+    digest = _digest(layout, name, stats_hash)
+    return ServingPlan(settings.plan or "uniform", retention, name, scorer, stats, layout, digest)
+
+
+def _digest(layout: KVLayout, scorer: str, stats_hash: str | None) -> str:
+    """sha256; budgets and retention are in the groups' counts."""
+    facts = (layout.rule, layout.groups, layout.per_group, scorer, stats_hash)
+    return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()
 
 
 def _rule(settings: Settings, plan: PlanFile | None) -> WindowRule:

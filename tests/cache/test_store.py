@@ -1,5 +1,7 @@
 """Rows, ledger and trie together, driven in any order; what a page holds is tracked beside."""
 
+import random
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -14,16 +16,18 @@ from tangram_sglang.pool.rows import Row, Rows
 SHAPE = ModelShape(tuple(LayerShape(i, 3, 3, 8, None, 1.0) for i in range(3)))
 
 
+# drawn once: a cut of one of them is a prompt
+TEXTS = [random.Random(seed).choices([1, 2], k=200) for seed in range(2)]
+
+
 class PoolMachine(RuleBasedStateMachine):
-    """Admit, prefill in chunks, decode, seal, fork, finish, abort, retract, evict and flush.
+    """Admit, fork, prefill in chunks, decode, publish, finish, abort, retract, evict and flush.
 
     ``content`` says for which tokens each page was written last: a request must find in every page
     of its table what it would have written there itself.
     """
 
-    @initialize(
-        recent=st.integers(0, 5).map(lambda pages: 4 * pages), pages=st.sampled_from([120, 400])
-    )
+    @initialize(recent=st.integers(0, 20), pages=st.sampled_from([60, 100, 400]))
     def build(self, recent, pages):
         layout = KVLayout.build(
             SHAPE,
@@ -35,69 +39,96 @@ class PoolMachine(RuleBasedStateMachine):
             max_tokens=300,
         )
         self.rows = Rows(layout, Ledger(pages), 3)
+        self.taken = self._note_taken()
         self.rows.tail_left = self._leave_tail
         self.rows.sole_from = lambda row: self.locks[row].sole_from(4)
         self.store = PrefixStore(self.rows)
         self.texts: dict[int, list[int]] = {}
         self.locks = {}
         self.content: dict[int, tuple] = {}
+        # texts of all requests so far, and of those that were retracted
+        self.said: list[list[int]] = []
+        self.retracted: list[list[int]] = []
 
-    @rule(row=st.integers(1, 3), text=st.lists(st.sampled_from([1, 2]), min_size=1, max_size=150))
-    def admit(self, row, text):
-        if row in self.rows.live:
-            return
+    @precondition(lambda self: len(self.rows.live) < 3)
+    @rule(
+        text=st.sampled_from(TEXTS),
+        cut=st.integers(1, 200),
+        more=st.lists(st.sampled_from([1, 2]), max_size=30),
+    )
+    def admit(self, text, cut, more):
+        """Texts share what they begin with: another user of a document, or a turn."""
+        self._admit([*text[:cut], *more])
+
+    @precondition(lambda self: self.said and len(self.rows.live) < 3)
+    @rule(data=st.data(), cut=st.integers(1, 250), token=st.integers(1, 2))
+    def fork(self, data, cut, token):
+        """Go on from anywhere in what a request, live or gone, was given and said."""
+        base = data.draw(st.integers(1, min(4, len(self.said))))
+        self._admit([*self.said[-base][:cut], token])
+
+    @precondition(lambda self: self.retracted and len(self.rows.live) < 3)
+    @rule()
+    def resume(self):
+        """All that was said before the retraction is prompt now."""
+        if self._admit(self.retracted[0]):
+            self.retracted.pop(0)
+
+    def _admit(self, text) -> bool:
+        row = min({1, 2, 3} - self.rows.live.keys())
         prefix = self.store.trie.match(None, text, len(text) - 1)
         self.store.trie.lock(prefix)
         windows = len(prefix.windows)
         start = Row(len(text), prefix.tokens, windows, windows, prefix.tokens)
         need = self.rows.demand(start, len(text), prefix.sole_from(4))
-        reachable = self.rows.ledger.free + self.store.trie.unlocked_pages
-        if need > reachable - self.rows.promised:
+        if need > self._unpromised:
             self.store.trie.unlock(prefix)
-            return
+            return False
         self.rows.open(
             row, len(text), [x.pages for x in prefix.windows], [x.pages for x in prefix.tail]
         )
         self.texts[row], self.locks[row] = list(text), prefix
+        self.said.append(self.texts[row])
         self._read(row)
+        return True
 
-    @precondition(lambda self: self.rows.live)
-    @rule(data=st.data(), token=st.sampled_from([1, 2]))
-    def step(self, data, token):
-        row = data.draw(st.sampled_from(sorted(self.rows.live)))
+    @precondition(lambda self: self._rows(True))
+    @rule(data=st.data(), size=st.sampled_from([1, 7, 16, 40, 200]))
+    def chunk(self, data, size):
+        """Prefill: its pages were promised, so no one is asked for them."""
+        row = data.draw(st.sampled_from(self._rows(True)))
         state = self.rows.live[row]
-        left = state.prompt - state.n
-        n1 = state.n + (data.draw(st.integers(1, left)) if left > 0 else 1)
-        if left <= 0:
-            # decode: admission has promised nothing
-            need = self.rows.row_demand(row, n1)
-            reachable = self.rows.ledger.free + self.store.trie.unlocked_pages
-            if n1 > 250 or need > reachable - self.rows.promised:
+        self._advance(row, min(state.prompt, state.n + size))
+
+    @precondition(lambda self: self._rows(False))
+    @rule(data=st.data(), tokens=st.lists(st.sampled_from([1, 2]), min_size=1, max_size=40))
+    def decode(self, data, tokens):
+        """Admission has promised nothing for these."""
+        row = data.draw(st.sampled_from(self._rows(False)))
+        state = self.rows.live[row]
+        for token in tokens:
+            need = self.rows.row_demand(row, state.n + 1)
+            if state.n > 250 or need > self._unpromised:
                 return
             self.texts[row].append(token)
-        self.rows.advance([(row, n1)])
-        self._write(row)
-        self._read(row)
-
-    @precondition(lambda self: self.rows.live)
-    @rule(data=st.data(), finish=st.booleans())
-    def publish(self, data, finish):
-        row = data.draw(st.sampled_from(sorted(self.rows.live)))
-        if self.rows.live[row].n:
-            text = self.texts[row][: self.rows.live[row].n]
-            prefix = self.store.publish(row, None, text)
-            self._relock(row, prefix)
-            self._read(row)
-            found = self.store.trie.match(None, [*text, 3], len(text))
-            # what was published is found again: R is whole pages, so its tail makes an exact state
-            assert found.tokens >= prefix.tokens
-        if finish:
-            self._close(row)
+            self._advance(row, state.n + 1)
 
     @precondition(lambda self: self.rows.live)
     @rule(data=st.data())
-    def abort(self, data):
-        self._close(data.draw(st.sampled_from(sorted(self.rows.live))))
+    def publish(self, data):
+        """As at the end of every chunk."""
+        self._publish(self._any_row(data))
+
+    @precondition(lambda self: self.rows.live)
+    @rule(data=st.data(), how=st.sampled_from(["finish", "finish", "abort", "retract"]))
+    def leave(self, data, how):
+        """A finished request publishes; a retracted one does not, and comes back with its text."""
+        row = self._any_row(data)
+        if how == "finish":
+            self._publish(row)
+        if how == "retract":
+            self.retracted.append(self.texts[row])
+        self._close(row)
 
     @rule(pages=st.integers(1, 50))
     def evict(self, pages):
@@ -115,6 +146,50 @@ class PoolMachine(RuleBasedStateMachine):
         if hasattr(self, "store"):
             self.store.check()
 
+    @property
+    def _unpromised(self) -> int:
+        """Pages that are free or would be, less those promised to prompts."""
+        reachable = self.rows.ledger.free + self.store.trie.unlocked_pages
+        return reachable - self.rows.promised
+
+    def _rows(self, in_prompt: bool) -> list[int]:
+        live = self.rows.live.items()
+        return [row for row, state in live if (state.n < state.prompt) == in_prompt]
+
+    def _any_row(self, data) -> int:
+        return data.draw(st.sampled_from(sorted(self.rows.live)))
+
+    def _note_taken(self) -> set[int]:
+        """Pages that the ledger hands out; the step that takes them writes to them."""
+        taken, take = set(), self.rows.ledger.take
+
+        def noting(count, row):
+            pages = take(count, row)
+            taken.update(pages.tolist())
+            return pages
+
+        self.rows.ledger.take = noting
+        return taken
+
+    def _advance(self, row, n1):
+        partial = self._partial(row)
+        self.taken.clear()
+        self.rows.advance([(row, n1)])
+        self._write(row, partial)
+        self._read(row)
+
+    def _publish(self, row):
+        if self.rows.live[row].n:
+            text = self.texts[row][: self.rows.live[row].n]
+            prefix = self.store.publish(row, None, text)
+            self._relock(row, prefix)
+            self._read(row)
+            found, rule = self.store.trie.match(None, text, len(text)), self.rows.layout.rule
+            back = -(-rule.recent // rule.window)
+            exact = not prefix.windows or len(prefix.tail) * rule.page >= rule.recent
+            least = prefix.tokens if exact else (len(prefix.windows) - back) * rule.window
+            assert found.tokens >= least
+
     def _close(self, row):
         self.store.trie.unlock(self.locks.pop(row))
         self.rows.close(row)
@@ -129,28 +204,30 @@ class PoolMachine(RuleBasedStateMachine):
         self._relock(row, self.locks[row].behind(start))
 
     def _pages(self, row):
-        """(page, what it must hold, whether the last step wrote to it) for all the table names."""
+        """(page, what it must hold) for all that the row's table names."""
         state, rule = self.rows.live[row], self.rows.layout.rule
         text, sealed = self.texts[row], rule.sealed(state.n, state.floor)
-        s0, n0 = (state.step.s0, state.step.n0) if state.step else (sealed, state.n)
         for j in range(sealed):
             for i, page in enumerate(self.rows.window_pages(row, j)):
-                yield int(page), ("window", i, tuple(text[: (j + 1) * rule.window])), j >= s0
+                yield int(page), ("window", i, tuple(text[: (j + 1) * rule.window]))
         for p in range(sealed * rule.window // rule.page, rule.pages(state.n)):
-            end = min(state.n, (p + 1) * rule.page)
             for g, page in enumerate(self.rows.tail_page(row, p)):
-                yield int(page), ("raw", g, tuple(text[:end])), end > n0
+                yield int(page), ("raw", g, tuple(text[: min(state.n, (p + 1) * rule.page)]))
 
-    def _write(self, row):
-        """The step's pages get what it writes, and none of them is the cache's."""
-        private = set(self.rows.private_pages(row).tolist())
-        for page, held, written in self._pages(row):
-            if written:
-                assert page in private
+    def _partial(self, row) -> set[int]:
+        """The row's last pages, if they have room; they are never shared."""
+        n, page = self.rows.live[row].n, self.rows.layout.rule.page
+        return set(self.rows.tail_page(row, n // page).tolist()) if n % page else set()
+
+    def _write(self, row, partial):
+        """A step writes to the pages that it takes and to those that had room."""
+        for page, held in self._pages(row):
+            grown = page in partial and held[0] == "raw"
+            if page in self.taken or grown:
                 self.content[page] = held
 
     def _read(self, row):
-        for page, held, _ in self._pages(row):
+        for page, held in self._pages(row):
             assert self.content[page] == held
 
 
