@@ -18,8 +18,8 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, Shar
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-from tangram_sglang.backend.device_table import DeviceTable
 from tangram_sglang.backend.attention import require_own_kv
+from tangram_sglang.backend.device_table import DeviceTable
 from tangram_sglang.backend.head_index import LayerIndex, head_indices
 from tangram_sglang.backend.model_shape import model_shape
 from tangram_sglang.backend.pieces import step_pieces

@@ -10,7 +10,7 @@ from tangram_sglang.kernels.score_expected_attention import (
     expected_queries,
     score_expected_attention,
 )
-from tangram_sglang.kernels.score_keydiff import score_keydiff
+from tangram_sglang.kernels.score_keydiff import BLOCK, score_keydiff
 from tangram_sglang.kernels.seal_write import seal_write
 from tangram_sglang.kernels.select import select
 from tangram_sglang.kernels.tails import gather_windows
@@ -95,7 +95,9 @@ class Sealer:
         shape = (len(units), len(heads.index.kept), self._rule.window)
         scores = torch.empty(shape, dtype=torch.float32, device=self._pool.device)
         if isinstance(self._scorer, KeyDiff):
-            return score_keydiff(scores, k, self._pool, old, units, heads.index)
+            blocks = -(-shape[2] // BLOCK)
+            sums = scores.new_empty(*shape[:2], blocks, self._pool.shape[-1])
+            return score_keydiff(scores, sums, k, self._pool, old, units, heads.index)
         if isinstance(self._scorer, ExpectedAttention):
             queries = self._queries.heads(heads.span)
             logits = scores.new_empty(*shape[:2], queries.mean.shape[1], shape[2])

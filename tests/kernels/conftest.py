@@ -1,17 +1,9 @@
-"""Kernels run compiled where there is a GPU and in Triton's interpreter elsewhere.
+"""With a GPU, ``-m gpu`` takes every test of this folder, compiled (tests/conftest.py)."""
 
-The interpreter must be chosen before Triton is first imported. With a GPU, ``-m gpu`` takes every
-test of this folder.
-"""
-
-import os
 from pathlib import Path
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -5,11 +5,11 @@ Small enough for Triton's interpreter, and compiled where there is a GPU.
 
 import pytest
 import torch
-from tests.kernels.ragged import DEVICE, RaggedBatch, assert_close
 
 from tangram_sglang.errors import TangramError
 from tangram_sglang.kernels.decode import Workspace
 from tangram_sglang.plan.window import WindowRule
+from tests.kernels.ragged import DEVICE, RaggedBatch, assert_close
 
 
 @pytest.mark.parametrize("stretched", [True, False], ids=["stretched", "rigid"])

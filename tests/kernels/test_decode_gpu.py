@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tests.kernels.ragged import RaggedBatch, assert_close
 
 from tangram_sglang.kernels.decode import Workspace, config_for, decode_attention
 from tangram_sglang.kernels.dispatch import Dispatch, dispatch_step
 from tangram_sglang.kernels.occupancy import resident_programs
 from tangram_sglang.plan.window import WindowRule
+from tests.kernels.ragged import RaggedBatch, assert_close
 
 pytestmark = pytest.mark.gpu
 
