@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tangram_sglang.kernels.decode import Config, Workspace, decode_attention
+from tangram_sglang.kernels.decode import Config, decode_attention
 from tangram_sglang.kernels.dispatch import Dispatch, dispatch_step
 from tangram_sglang.kernels.layer_tables import LayerTables
+from tangram_sglang.kernels.workspace import Workspace
 from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.shape import LayerShape, ModelShape
 from tangram_sglang.plan.split_map import SplitMap
@@ -129,7 +130,6 @@ class Scene:
                     self.v_new[i],
                     self.pool,
                     self.table,
-                    *step,
                     tables=self.tables,
                     dispatch=dispatch,
                     workspace=workspace,

@@ -14,7 +14,6 @@ import torch
 # environment as it was: SGLang must not run interpreted.
 if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     os.environ["TRITON_INTERPRET"] = "1"
-    import triton.experimental.gluon
     import tangram_sglang.kernels.decode
     import tangram_sglang.kernels.write  # noqa: F401
 

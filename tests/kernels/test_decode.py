@@ -5,11 +5,13 @@ Small enough for Triton's interpreter, and compiled where there is a GPU.
 
 import pytest
 import torch
-from tests.kernels.ragged import DEVICE, RaggedBatch, assert_close
 
 from tangram_sglang.errors import TangramError
-from tangram_sglang.kernels.decode import Workspace, uses_copy_engine
+from tangram_sglang.kernels.decode import uses_copy_engine
+from tangram_sglang.kernels.dispatch import COUNT, PIECE
+from tangram_sglang.kernels.workspace import Workspace
 from tangram_sglang.plan.window import WindowRule
+from tests.kernels.ragged import DEVICE, RaggedBatch, assert_close
 
 
 @pytest.mark.parametrize("stretched", [True, False], ids=["stretched", "rigid"])
@@ -39,9 +41,9 @@ def test_rows_of_padding_have_no_work(rows):
     before = batch.slab.clone()
     out, expected = batch.decode(programs=12)
     assert_close(out, expected)
-    pieces = batch.dispatch.pieces[0].view(-1, 2, 2)
+    pieces = batch.dispatch.pieces[0].view(-1, 2, PIECE)
     for b, live in enumerate(rows):
-        assert bool(out[b].any()) == bool(pieces[b, :, 1].any()) == bool(live)
+        assert bool(out[b].any()) == bool(pieces[b, :, COUNT].any()) == bool(live)
     assert batch.dispatch.grid == (max(1, 12 // len(rows) // 2) * 2 * len(rows),)
     if not any(rows):
         assert torch.equal(batch.slab.nan_to_num(), before.nan_to_num())
@@ -141,9 +143,9 @@ def test_workspace_follows_its_formula_and_has_a_cap():
     """E5 (sgl-project/sglang PR#24762): 256 requests on a Llama-8B shape."""
     programs, batch, heads, ratio, dim = 2112, 256, 8, 4, 128
     workspace = Workspace.build(programs, batch, heads, ratio, dim, "cpu")
-    held = sum(x.nbytes for x in (workspace.mid, workspace.lse, workspace.done))
+    held = sum(x.nbytes for x in (workspace.mid, workspace.lse))
     assert held == Workspace.nbytes(programs, batch, heads, ratio, dim)
-    assert held == 4 * ((2112 + 2048) * 4 * 129 + 2048)
+    assert held == 4 * (2112 + 2048) * 4 * 129
     assert held < 16 << 20
     with pytest.raises(TangramError, match="lower --cuda-graph-max-bs"):
         Workspace.build(1 << 20, batch, heads, ratio, dim, "cpu")

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from tests.kernels.ragged import RaggedBatch, assert_close
 
-from tangram_sglang.kernels.decode import Workspace, config_for, decode_attention
+from tangram_sglang.kernels.decode import config_for, decode_attention
 from tangram_sglang.kernels.dispatch import Dispatch, dispatch_step
 from tangram_sglang.kernels.occupancy import resident_programs
+from tangram_sglang.kernels.workspace import Workspace
 from tangram_sglang.plan.window import WindowRule
+from tests.kernels.ragged import RaggedBatch, assert_close
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +32,6 @@ def runner(batch, programs):
             v_new,
             batch.pool,
             batch.table,
-            *step,
             tables=batch.tables,
             dispatch=dispatch,
             workspace=workspace,
@@ -102,6 +102,6 @@ def test_programs_come_from_the_compiled_kernel():
     resident = resident_programs(batch.tables, batch.pool, batch.ratio)
     properties = torch.cuda.get_device_properties(0)
     assert resident % properties.multi_processor_count == 0
-    warps = config_for(128, 4, 2).warps
+    warps = config_for(batch.pool, batch.ratio).warps
     most = properties.max_threads_per_multi_processor // (32 * warps)
     assert 1 <= resident // properties.multi_processor_count <= most
