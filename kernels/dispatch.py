@@ -141,7 +141,7 @@ def dispatch_kernel(
     b_n = tl.load(seq_lens + o_b, mask=live, other=0).to(tl.int32)  # [BB]
     b_s = tl.load(n_win + o_b, mask=live, other=0).to(tl.int32)  # [BB]
     b_s = tl.where(window > 0, 0, b_s)
-    b_first, b_tail = whole_tail(b_n, b_s, window, W, P)  # [BB]
+    _, b_tail = whole_tail(b_n, b_s, window, W, P)  # [BB]
     b_cost = tl.where(b_s + b_tail > 0, b_tail + OVERHEAD, 0)  # [BB]
     layer_pages = tl.load(p_before + H - 1) + tl.load(p_kept + H - 1)
     b_line = b_s * layer_pages + H * b_cost  # [BB]

@@ -17,6 +17,8 @@ from tangram_sglang.plan.window import WindowRule
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
+RULE = WindowRule(32, 8, 4, 2)
+
 
 class RaggedBatch:
     """Requests of ``lengths`` tokens, the newest one of which is not stored yet.
@@ -40,7 +42,7 @@ class RaggedBatch:
         dim=16,
         sliding=(0,),
         dtype=torch.float32,
-        rule=WindowRule(32, 8, 4, 2),
+        rule=RULE,
         retention=0.5,
         per_group=2,
         floors=None,

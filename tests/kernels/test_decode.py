@@ -78,8 +78,9 @@ def test_half_precision(dtype, page):
     if dtype == torch.bfloat16 and DEVICE == "cpu":
         pytest.skip("Triton's interpreter multiplies bfloat16 as integers")
     rule = WindowRule(64, 16, page, 2)
-    arguments = dict(heads=2, ratio=4, dim=32, dtype=dtype, rule=rule, sliding=(0, 45), guard=32)
-    batch = RaggedBatch([200, 1, 64, 65, 80, 81], [0.3, 0.6], **arguments)
+    shape = {"heads": 2, "ratio": 4, "dim": 32, "dtype": dtype, "rule": rule}
+    lengths = [200, 1, 64, 65, 80, 81]
+    batch = RaggedBatch(lengths, [0.3, 0.6], sliding=(0, 45), guard=32, **shape)
     assert uses_copy_engine(batch.pool) == (page >= 16)
     for layer in (0, 1):
         assert_close(*batch.decode(layer, programs=40))
