@@ -13,7 +13,7 @@ import torch
 from tangram_sglang.kernels.decode import Config, decode_attention
 from tangram_sglang.kernels.dispatch import Dispatch, dispatch_step
 from tangram_sglang.kernels.layer_tables import LayerTables
-from tangram_sglang.kernels.occupancy import WAVES, resident_programs
+from tangram_sglang.kernels.occupancy import resident_programs
 from tangram_sglang.kernels.workspace import Workspace
 from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.shape import LayerShape, ModelShape
@@ -209,5 +209,5 @@ def graph_ms(run, repeats: int = 20) -> float:
 
 
 def programs_for(scene: Scene) -> int:
-    """N_CTA of the scene: what the GPU holds of the real kernel, times the waves that pay."""
-    return WAVES * resident_programs(scene.tables, scene.pool, RATIO)
+    """N_CTA: what the GPU holds of the real kernel."""
+    return resident_programs(scene.tables, scene.pool, RATIO)

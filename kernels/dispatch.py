@@ -24,7 +24,7 @@ from tangram_sglang.kernels.layer_tables import LayerTables
 from tangram_sglang.plan.split_map import SplitMap
 
 # pages that starting on another head costs, in time
-OVERHEAD = 4
+OVERHEAD = 8
 # fewest pages worth a program
 LEAST = 4
 
@@ -318,7 +318,8 @@ def dispatch_step(
         overhead, least: cost of a head and least share of a program, in pages; for benches.
     """
     layers, heads = tables.kept_pages.shape
-    block = 64
+    # one warp a program: with several, Triton 3.6 fails to compile this kernel for 32 requests
+    block, warps = 32, 1
     width = max(max(dispatch.grid) + 1, dispatch.batch * heads)
     dispatch_kernel[(triton.cdiv(width, block), layers)](
         rows=rows,
@@ -351,5 +352,5 @@ def dispatch_step(
         LEAST=least,
         START=START,
         PIECE=PIECE,
-        num_warps=4,
+        num_warps=warps,
     )

@@ -16,9 +16,6 @@ from tangram_sglang.kernels.layer_tables import LayerTables
 from tangram_sglang.kernels.workspace import Workspace
 from tangram_sglang.plan.split_map import equal_splits
 
-# programs per place on the GPU: more than one evens out multiprocessors of unequal speed
-WAVES = 2
-
 
 def resident_programs(
     tables: LayerTables,

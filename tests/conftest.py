@@ -14,6 +14,9 @@ import torch
 # environment as it was: SGLang must not run interpreted.
 if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     os.environ["TRITON_INTERPRET"] = "1"
+    # looked for at the first launch otherwise, too late
+    import triton.experimental.gluon  # noqa: F401
+
     import tangram_sglang.kernels.decode
     import tangram_sglang.kernels.write  # noqa: F401
 

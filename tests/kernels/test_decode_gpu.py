@@ -102,6 +102,14 @@ def test_float16_and_long_ragged_heads():
         assert_close(*batch.decode(programs=1056, stretched=stretched))
 
 
+@pytest.mark.parametrize("batch", [1, 16, 33, 64, 130, 256])
+def test_every_batch_size(batch):
+    """Of any captured size, with padding; the dispatch compiles a kernel for each power of two."""
+    lengths = [(37 * i) % 900 if i % 5 else 0 for i in range(1, batch + 1)]
+    ragged = RaggedBatch(lengths, BUDGETS, retention=0.3, **LLAMA)
+    assert_close(*ragged.decode(programs=924))
+
+
 def test_programs_come_from_the_compiled_kernel():
     """What the driver grants for its registers and shared memory, on all multiprocessors."""
     batch = RaggedBatch([100], BUDGETS, retention=0.3, **LLAMA)
