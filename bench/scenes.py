@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tangram_sglang.kernels.decode import Config, Workspace, decode_attention
+from tangram_sglang.kernels.decode import Config, decode_attention
 from tangram_sglang.kernels.dispatch import Dispatch, dispatch_step
 from tangram_sglang.kernels.layer_tables import LayerTables
+from tangram_sglang.kernels.occupancy import resident_programs
+from tangram_sglang.kernels.workspace import Workspace
 from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.shape import LayerShape, ModelShape
 from tangram_sglang.plan.split_map import SplitMap
@@ -129,7 +131,6 @@ class Scene:
                     self.v_new[i],
                     self.pool,
                     self.table,
-                    *step,
                     tables=self.tables,
                     dispatch=dispatch,
                     workspace=workspace,
@@ -205,3 +206,8 @@ def graph_ms(run, repeats: int = 20) -> float:
     with torch.cuda.graph(graph):
         run()
     return median_ms(graph.replay, repeats)
+
+
+def programs_for(scene: Scene) -> int:
+    """N_CTA: what the GPU holds of the real kernel."""
+    return resident_programs(scene.tables, scene.pool, RATIO)

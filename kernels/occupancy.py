@@ -5,9 +5,15 @@ import ctypes
 import numpy as np
 import torch
 
-from tangram_sglang.kernels.decode import Config, Workspace, decode_arguments, decode_kernel
+from tangram_sglang.kernels.decode import (
+    Config,
+    config_for,
+    decode_arguments,
+    decode_kernel,
+)
 from tangram_sglang.kernels.dispatch import Dispatch
 from tangram_sglang.kernels.layer_tables import LayerTables
+from tangram_sglang.kernels.workspace import Workspace
 from tangram_sglang.plan.split_map import equal_splits
 
 
@@ -15,7 +21,6 @@ def resident_programs(
     tables: LayerTables,
     pool: torch.Tensor,
     ratio: int,
-    sinks: torch.Tensor | None = None,
     q_dtype: torch.dtype | None = None,
     config: Config | None = None,
 ) -> int:
@@ -24,7 +29,7 @@ def resident_programs(
     Compiles the kernel and asks the driver, which knows its registers and shared memory.
 
     Args:
-        tables, pool, sinks: as decode will get them.
+        tables, pool: as decode will get them.
         ratio: query heads per KV head.
         q_dtype: of q; the pool's by default.
         config: for benches.
@@ -34,32 +39,23 @@ def resident_programs(
     dispatch = Dispatch.build(equal_splits((len(tables.sliding), heads), heads, 1), device)
     workspace = Workspace.build(heads, 1, heads, ratio, dim, device)
     q = torch.empty(1, heads * ratio, dim, dtype=q_dtype, device=device)
-    new = torch.empty(1, heads, dim, dtype=q_dtype, device=device)
     table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-    one = torch.zeros(1, dtype=torch.int64, device=device)
-    n_win = one.to(torch.int32)
     per_sm = []
     for sliding in sorted({window > 0 for window in tables.sliding_window}):
         layer = [window > 0 for window in tables.sliding_window].index(sliding)
         arguments = decode_arguments(
             q,
-            new,
-            new,
             pool,
             table,
-            one,
-            one,
-            n_win,
             tables,
             dispatch,
             workspace,
             layer,
-            q,
             1.0,
-            sinks,
-            config,
+            config or config_for(pool, ratio),
         )
-        per_sm.append(blocks_per_sm(decode_kernel.warmup(grid=(1,), **arguments)))
+        compiled = decode_kernel.warmup(grid=(1,), DEPENDENT=False, **arguments)
+        per_sm.append(blocks_per_sm(compiled))
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return int(np.min(per_sm)) * processors
 

@@ -6,15 +6,18 @@ The pool is NaN wherever no entry lies, so that whatever reads too far is seen i
 import numpy as np
 import torch
 
-from tangram_sglang.kernels.decode import Workspace, decode_attention
+from tangram_sglang.kernels.decode import decode_attention
 from tangram_sglang.kernels.dispatch import Dispatch, dispatch_step
 from tangram_sglang.kernels.layer_tables import LayerTables
+from tangram_sglang.kernels.workspace import Workspace
 from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.shape import LayerShape, ModelShape
 from tangram_sglang.plan.split_map import SplitMap, plan_splits
 from tangram_sglang.plan.window import WindowRule
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+RULE = WindowRule(32, 8, 4, 2)
 
 
 class RaggedBatch:
@@ -39,7 +42,7 @@ class RaggedBatch:
         dim=16,
         sliding=(0,),
         dtype=torch.float32,
-        rule=WindowRule(32, 8, 4, 2),
+        rule=RULE,
         retention=0.5,
         per_group=2,
         floors=None,
@@ -164,7 +167,6 @@ class RaggedBatch:
             v_new,
             self.pool,
             self.table,
-            *step,
             tables=self.tables,
             dispatch=dispatch,
             workspace=workspace,
@@ -173,7 +175,6 @@ class RaggedBatch:
             scaling=self.scaling,
             sinks=sinks,
         )
-        assert not workspace.done.any(), "counters are not ready for the next launch"
         self.dispatch = dispatch
         return out, self.expected(q, layer, sinks)
 

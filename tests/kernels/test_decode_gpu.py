@@ -3,15 +3,22 @@
 import pytest
 import torch
 
-from tangram_sglang.kernels.decode import Workspace, config_for, decode_attention
+from tangram_sglang.kernels.decode import config_for, decode_attention
 from tangram_sglang.kernels.dispatch import Dispatch, dispatch_step
 from tangram_sglang.kernels.occupancy import resident_programs
+from tangram_sglang.kernels.workspace import Workspace
 from tangram_sglang.plan.window import WindowRule
 from tests.kernels.ragged import RaggedBatch, assert_close
 
 pytestmark = pytest.mark.gpu
 
-LLAMA = dict(heads=8, ratio=4, dim=128, dtype=torch.bfloat16, rule=WindowRule(512, 256, 16, 4))
+LLAMA = {
+    "heads": 8,
+    "ratio": 4,
+    "dim": 128,
+    "dtype": torch.bfloat16,
+    "rule": WindowRule(512, 256, 16, 4),
+}
 BUDGETS = [0.06, 0.10, 0.14, 0.18, 0.22, 0.30, 0.42, 0.58]
 
 
@@ -31,7 +38,6 @@ def runner(batch, programs):
             v_new,
             batch.pool,
             batch.table,
-            *step,
             tables=batch.tables,
             dispatch=dispatch,
             workspace=workspace,
@@ -47,7 +53,7 @@ def test_graph_replay_follows_lengths_and_padding():
     """E15, F1 (sparkinfer PR#715, sgl-project/sglang PR#1782): captured on padding, replayed on
     batches that grow and shrink, without a synchronisation."""
     batch = RaggedBatch([2000, 1, 700, 5000], BUDGETS, retention=0.3, **LLAMA)
-    run, q, k_new, v_new, out, (rows, seq_lens, n_win) = runner(batch, 528)
+    run, q, _, _, out, (rows, seq_lens, n_win) = runner(batch, 528)
     real = [x.clone() for x in (rows, seq_lens, n_win)]
     expected = batch.expected(q, 0)
     rows.zero_(), seq_lens.fill_(1), n_win.zero_()
@@ -96,12 +102,20 @@ def test_float16_and_long_ragged_heads():
         assert_close(*batch.decode(programs=1056, stretched=stretched))
 
 
+@pytest.mark.parametrize("batch", [1, 16, 33, 64, 130, 256])
+def test_every_batch_size(batch):
+    """Of any captured size, with padding; the dispatch compiles a kernel for each power of two."""
+    lengths = [(37 * i) % 900 if i % 5 else 0 for i in range(1, batch + 1)]
+    ragged = RaggedBatch(lengths, BUDGETS, retention=0.3, **LLAMA)
+    assert_close(*ragged.decode(programs=924))
+
+
 def test_programs_come_from_the_compiled_kernel():
     """What the driver grants for its registers and shared memory, on all multiprocessors."""
     batch = RaggedBatch([100], BUDGETS, retention=0.3, **LLAMA)
     resident = resident_programs(batch.tables, batch.pool, batch.ratio)
     properties = torch.cuda.get_device_properties(0)
     assert resident % properties.multi_processor_count == 0
-    warps = config_for(128, 4, 2).warps
+    warps = config_for(batch.pool, batch.ratio).warps
     most = properties.max_threads_per_multi_processor // (32 * warps)
     assert 1 <= resident // properties.multi_processor_count <= most
