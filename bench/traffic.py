@@ -97,7 +97,8 @@ async def play(
 ) -> list[list[Answer]]:
     """Send all requests, at most ``concurrency`` at once; answers by conversation and turn.
 
-    Requests start in the order of the traffic, except that a turn waits for the one before it.
+    Requests start in the order of the traffic; a turn whose conversation is still being answered
+    waits, and those behind it wait as well.
     """
     slots = asyncio.Semaphore(concurrency)
     locks = [asyncio.Lock() for _ in asked.prompts]
@@ -105,8 +106,9 @@ async def play(
     answers: list[list[Answer]] = [[] for _ in asked.prompts]
 
     async def turn(i: int) -> None:
-        # a lock lets in those who wait for it one by one, in their order
-        async with locks[i], slots:
+        # both let in those who wait for them one by one; the slot first, or the turns of one
+        # conversation would leave the queue and the order would become that of rounds
+        async with slots, locks[i]:
             prompt = histories[i] + list(asked.prompts[i][len(answers[i])])
             answer = await ask(prompt)
             histories[i] = prompt + list(answer.output_ids)

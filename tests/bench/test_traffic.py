@@ -37,10 +37,12 @@ class Server:
     """Answers with the prompt's length and keeps every prompt that it has seen."""
 
     def __init__(self):
+        self.begun: list[list[int]] = []
         self.seen: list[tuple[int, ...]] = []
         self.running = self.most = 0
 
     async def ask(self, prompt: list[int]) -> Answer:
+        self.begun.append(prompt)
         self.running += 1
         self.most = max(self.most, self.running)
         for _ in range(1 + len(self.seen) % 3):
@@ -51,12 +53,25 @@ class Server:
         return Answer(len(prompt), max(known, default=0), (-1, -2))
 
 
+def by_turn(place: tuple[int, int]) -> tuple[int, int]:
+    return place[1], place[0]
+
+
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_a_turn_repeats_all_that_was_said_before(concurrency):
     server = Server()
     asked = traffic(SIZES, range(100), "random", seed=1)
     answers = asyncio.run(play(asked, server.ask, concurrency))
     assert server.most == concurrency
+    whose = {c[0]: i for i, c in enumerate(asked.prompts)}
+    begun = [whose[tuple(prompt[: SIZES.first])] for prompt in server.begun]
+    # a turn waits for the one before it, never for more than the requests that run beside it
+    places = zip(
+        sorted(enumerate(begun), key=by_turn),
+        sorted(enumerate(asked.order), key=by_turn),
+        strict=True,
+    )
+    assert all(x == y and abs(i - j) < concurrency for (i, x), (j, y) in places)
     assert [[a.prompt_tokens for a in turns] for turns in answers] == [[11, 20, 29]] * 5
     # prompt and first answer token are known
     assert [[a.cached_tokens for a in turns] for turns in answers] == [[0, 12, 21]] * 5

@@ -231,5 +231,19 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.content[page] == held
 
 
+def test_a_prompt_that_seals_a_part_of_its_cached_tail_finds_the_pages_it_was_promised():
+    """The pool holds this prompt and no page more; its first chunk is published whole."""
+    machine = PoolMachine()
+    machine.build(recent=12, pages=25)
+    text = TEXTS[0][:47]
+    assert machine.rows.layout.peak_pages(len(text)) == 25
+    assert machine._admit(text)
+    machine._advance(1, 40)
+    machine._publish(1)
+    # tokens 16..32 are sealed away, tokens 32..40 stay in the tail
+    machine._advance(1, 47)
+    machine.books_are_right()
+
+
 TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=100, stateful_step_count=60)

@@ -39,11 +39,21 @@ CHAT_TEMPLATE = (
 
 
 def tiny_llama(
-    *, seed=0, layers=2, q_heads=4, kv_heads=2, head_dim=16, max_positions=MAX_POSITIONS
+    *,
+    seed=0,
+    layers=2,
+    q_heads=4,
+    kv_heads=2,
+    head_dim=16,
+    max_positions=MAX_POSITIONS,
+    vocab=VOCAB,
+    pad=PAD,
+    bos=BOS,
+    eos=EOS,
 ) -> LlamaForCausalLM:
     """``q_heads=9, kv_heads=3`` has the head counts of SmolLM2-135M."""
     config = LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         hidden_size=q_heads * head_dim,
         intermediate_size=2 * q_heads * head_dim,
         num_hidden_layers=layers,
@@ -53,9 +63,9 @@ def tiny_llama(
         max_position_embeddings=max_positions,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=False,
-        pad_token_id=PAD,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
+        pad_token_id=pad,
+        bos_token_id=bos,
+        eos_token_id=eos,
         attn_implementation="eager",
         dtype="float32",
     )
