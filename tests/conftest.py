@@ -15,7 +15,7 @@ from hypothesis import settings
 # know when it is first imported and our kernels when they are. Child processes (servers) get the
 # environment as it was: SGLang must not run interpreted.
 KERNELS = ("decode", "dispatch", "merge", "prefill", "raw_write", "score_expected_attention")
-KERNELS += ("score_keydiff", "seal_write", "select", "table", "tails", "write")
+KERNELS += ("score_keydiff", "seal_write", "select", "table", "tails")
 if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     os.environ["TRITON_INTERPRET"] = "1"
     for name in ("triton.experimental.gluon", *(f"tangram_sglang.kernels.{x}" for x in KERNELS)):

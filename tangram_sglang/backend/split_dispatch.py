@@ -3,10 +3,10 @@
 import numpy as np
 import torch
 
-from tangram_sglang.kernels.decode import Workspace
 from tangram_sglang.kernels.dispatch import Dispatch
 from tangram_sglang.kernels.layer_tables import LayerTables
 from tangram_sglang.kernels.occupancy import resident_programs
+from tangram_sglang.kernels.workspace import Workspace
 from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.split_map import SplitMap, plan_splits
 
