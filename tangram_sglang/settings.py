@@ -74,10 +74,12 @@ class Settings:
 
 def cpu_platform_requested(env: Mapping[str, str] = os.environ) -> bool:
     """Whether the user opted into our CPU platform (``TANGRAM_CPU_PLATFORM=1``)."""
-    text = env.get("TANGRAM_CPU_PLATFORM", "0").strip()
-    if text not in ("", "0", "1"):
-        raise _bad("CPU_PLATFORM", text, "0 or 1")
-    return text == "1"
+    return _switch("CPU_PLATFORM", env)
+
+
+def gpu_preview_requested(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether the user opted into serving on a GPU before that is done (``TANGRAM_GPU_PREVIEW=1``)."""
+    return _switch("GPU_PREVIEW", env)
 
 
 def observe_path(env: Mapping[str, str] = os.environ) -> str | None:
@@ -85,8 +87,15 @@ def observe_path(env: Mapping[str, str] = os.environ) -> str | None:
     return env.get("TANGRAM_OBSERVE", "").strip() or None
 
 
-_READ_ELSEWHERE = ("TANGRAM_CPU_PLATFORM", "TANGRAM_OBSERVE")
+_READ_ELSEWHERE = ("TANGRAM_CPU_PLATFORM", "TANGRAM_GPU_PREVIEW", "TANGRAM_OBSERVE")
 _INTEGERS = ("window", "recent", "page", "group_heads", "sinks", "pool_bytes")
+
+
+def _switch(name: str, env: Mapping[str, str]) -> bool:
+    text = env.get(f"TANGRAM_{name}", "0").strip()
+    if text not in ("", "0", "1"):
+        raise _bad(name, text, "0 or 1")
+    return text == "1"
 
 
 def _parse(name: str, text: str):

@@ -3,11 +3,24 @@
 - `smollm2`: folder of the real model, SmolLM2-135M-Instruct (SMOLLM2_MODEL names another folder).
 """
 
+import importlib
 import os
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
+
+# Without a GPU the Triton kernels run in Triton's interpreter, which Triton's own library must
+# know when it is first imported and our kernels when they are. Child processes (servers) get the
+# environment as it was: SGLang must not run interpreted.
+KERNELS = ("decode", "dispatch", "merge", "prefill", "raw_write", "score_expected_attention")
+KERNELS += ("score_keydiff", "seal_write", "select", "table", "tails")
+if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
+    os.environ["TRITON_INTERPRET"] = "1"
+    for name in ("triton.experimental.gluon", *(f"tangram_sglang.kernels.{x}" for x in KERNELS)):
+        importlib.import_module(name)
+    del os.environ["TRITON_INTERPRET"]
 
 # the same examples in every run, so that a change is what breaks a test; a search for new ones is
 # `HYPOTHESIS_PROFILE=search make test`

@@ -115,6 +115,6 @@ def _watch_returns(control, pool) -> None:
     rows.advance = counting_advance
 
 
-def _count(pool, give, pages, row):
+def _count(pool, give, pages, row, last=False):
     pool.test_returned["given"] += len(pages)
-    give(pages, row)
+    give(pages, row, last)

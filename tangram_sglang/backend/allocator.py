@@ -41,8 +41,13 @@ class TangramAllocator(BaseTokenToKVPoolAllocator):
         """Whether one more token of every request fits, prompts in prefill left their promise."""
         rows = self._pool.rows
         live = [req.kv.req_pool_idx for req in requests]
+        left = self._pool.reachable_pages - rows.promised
         need = sum(rows.row_demand(row, rows.live[row].n + 1) for row in live)
-        return need <= self._pool.reachable_pages - rows.promised
+        if self._pool.spare and need <= left:
+            # on a GPU only so many pages can change hands within a step
+            taken = sum(rows.new_pages(rows.live[row], rows.live[row].n + 1) for row in live)
+            need = taken - len(self._pool.spare)
+        return need <= left
 
     def available_size(self) -> int:
         return self._pool.tokens(self._pool.ledger.free)

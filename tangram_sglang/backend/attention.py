@@ -99,16 +99,7 @@ class TangramAttentionBackend(AttentionBackend):
         return self._forward(q, k, v, layer, save_kv_cache, kwargs)
 
     def _forward(self, q, k, v, layer, save_kv_cache, unknown) -> torch.Tensor:
-        if unknown:
-            raise RuntimeError(
-                f"layer {layer.layer_id} asks for {sorted(unknown)}, which the tangram attention "
-                "backend does not implement"
-            )
-        if k is None or not save_kv_cache:
-            raise RuntimeError(
-                f"layer {layer.layer_id} does not hand its K and V to the attention backend: the "
-                "model writes them itself, and the tangram pool cannot be written from outside"
-            )
+        require_own_kv(layer, k, save_kv_cache, unknown)
         q = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
         out = torch.empty_like(q)
         start = 0
@@ -118,3 +109,22 @@ class TangramAttentionBackend(AttentionBackend):
             out[span] = row.attend(q[span], k[span], v[span], layer)
             start = end
         return out.flatten(1)
+
+
+def require_own_kv(layer: RadixAttention, k, save_kv_cache: bool, unknown: dict) -> None:
+    """Raise where a model asks for what no tangram backend does.
+
+    Args:
+        k: keys handed over with the call, or None.
+        unknown: further arguments of the call.
+    """
+    if unknown:
+        raise RuntimeError(
+            f"layer {layer.layer_id} asks for {sorted(unknown)}, which the tangram attention "
+            "backend does not implement"
+        )
+    if k is None or not save_kv_cache:
+        raise RuntimeError(
+            f"layer {layer.layer_id} does not hand its K and V to the attention backend: the "
+            "model writes them itself, and the tangram pool cannot be written from outside"
+        )

@@ -14,6 +14,7 @@ from tangram_sglang.backend.kv_pool import TangramKVPool
 from tangram_sglang.backend.model_shape import model_shape
 from tangram_sglang.backend.req_pool import TangramReqToTokenPool
 from tangram_sglang.errors import TangramError
+from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.serving import ServingPlan, serving_plan
 from tangram_sglang.settings import Settings
 
@@ -44,6 +45,7 @@ class TangramPoolConfigurator(MemoryPoolConfigurator):
         self._layout = plan_of(kvc).layout
         self._memory = int(get_available_gpu_memory(kvc.device, kvc.gpu_id) * (1 << 30))
         self._page_bytes = self._layout.page_bytes(kvc.kv_cache_dtype.itemsize)
+        self._spare = spare_pages(self._layout, kvc.device)
 
     def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
         budget = Settings.from_env().pool_bytes or available_bytes
@@ -53,7 +55,7 @@ class TangramPoolConfigurator(MemoryPoolConfigurator):
                 "lower or unset it"
             )
         # page 0 is the dummy
-        tokens = self._layout.capacity(budget // self._page_bytes - 1)
+        tokens = self._layout.capacity(budget // self._page_bytes - 1 - self._spare)
         if tokens < 1:
             raise TangramError(
                 f"{budget} bytes hold no request: one token takes {self._layout.pages(1)} pages "
@@ -65,6 +67,11 @@ class TangramPoolConfigurator(MemoryPoolConfigurator):
         self, max_total_num_tokens: int, page_size: int
     ) -> MemoryPoolConfig:
         return MemoryPoolConfig(max_total_num_tokens=max_total_num_tokens)
+
+
+def spare_pages(layout: KVLayout, device: str) -> int:
+    """Pages beside the books: one whole raw tail on a GPU, none on a CPU, which copies elsewhere."""
+    return 0 if device == "cpu" else layout.num_full * layout.rule.tail_pages
 
 
 def build_req_pool(kvc: Any, rows: int, extra_tokens: int) -> TangramReqToTokenPool:
@@ -84,6 +91,7 @@ def build_kv_pool(kvc: Any, max_tokens: int, req_pool: TangramReqToTokenPool) ->
         plan,
         size=max_tokens,
         num_pages=plan.layout.peak_pages(max_tokens),
+        num_spare=spare_pages(plan.layout, kvc.device),
         max_rows=req_pool.size,
         dtype=kvc.kv_cache_dtype,
         device=kvc.device,

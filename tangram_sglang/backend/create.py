@@ -3,6 +3,8 @@
 import logging
 from pathlib import Path
 
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
 from tangram_sglang.backend.allocator import TangramAllocator
 from tangram_sglang.backend.attention import TangramAttentionBackend
 from tangram_sglang.backend.build import startup_line
@@ -15,7 +17,7 @@ from tangram_sglang.settings import observe_path
 logger = logging.getLogger(__name__)
 
 
-def create_backend(model_runner) -> TangramAttentionBackend:
+def create_backend(model_runner) -> AttentionBackend:
     """The backend of this process; TangramError names what is not in place."""
     check_hooks()
     for name, expected in (
@@ -39,7 +41,12 @@ def create_backend(model_runner) -> TangramAttentionBackend:
             plan.layout.retention_held,
             plan.retention,
         )
-    return TangramAttentionBackend(model_runner, _observer(model_runner))
+    observer = _observer(model_runner)
+    if model_runner.device == "cpu":
+        return TangramAttentionBackend(model_runner, observer)
+    from tangram_sglang.backend.cuda_attention import TangramCudaBackend
+
+    return TangramCudaBackend(model_runner, observer)
 
 
 def _observer(model_runner):

@@ -11,9 +11,10 @@ from tangram_sglang.pool.rows import Rows
 
 
 class TangramKVPool(KVCache):
-    """Pages ``[pages + 1, H_p, K and V, P, D]`` and their host-side books.
+    """Pages ``[pages + 1 + spare, H_p, K and V, P, D]`` and their host-side books.
 
-    Page 0 is the dummy. ``size`` is the capacity in true tokens: the longest request that the
+    Page 0 is the dummy. The ``spare`` pages at the end are nobody's: a step on a GPU copies there
+    what it still reads of pages that it writes to. ``size`` is the capacity in true tokens: the longest request that the
     pages carry to its end, or less where the user capped it.
     """
 
@@ -23,6 +24,7 @@ class TangramKVPool(KVCache):
         *,
         size: int,
         num_pages: int,
+        num_spare: int,
         max_rows: int,
         dtype: torch.dtype,
         device: str,
@@ -44,7 +46,8 @@ class TangramKVPool(KVCache):
         # set by the prefix cache, which SGLang builds last; and the prefix matched last
         self.store: PrefixStore | None = None
         self.candidate: Prefix | None = None
-        shape = (num_pages + 1, layout.per_group, 2, layout.rule.page, layout.head_dim)
+        self.spare = range(num_pages + 1, num_pages + 1 + num_spare)
+        shape = (self.spare.stop, layout.per_group, 2, layout.rule.page, layout.head_dim)
         self.pages = torch.zeros(shape, dtype=dtype, device=device)
         self.mem_usage = self.get_kv_size_bytes() / GB
 

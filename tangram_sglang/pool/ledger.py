@@ -48,11 +48,18 @@ class Ledger:
         self._require(pages, owner)
         self._owner[pages] = to
 
-    def give(self, pages: np.ndarray, owner: int) -> None:
-        """Take ``pages`` back from ``owner``, who must own each of them."""
+    def give(self, pages: np.ndarray, owner: int, last: bool = False) -> None:
+        """Take ``pages`` back from ``owner``, who must own each of them.
+
+        Args:
+            last: hand them out again after all that are free now.
+        """
         self._require(pages, owner)
         self._owner[pages] = FREE
-        self._stack[self.free : self.free + len(pages)] = pages
+        start = 0 if last else self.free
+        if last:
+            self._stack[len(pages) : len(pages) + self.free] = self._stack[: self.free].copy()
+        self._stack[start : start + len(pages)] = pages
         self.free += len(pages)
 
     def owned(self, owner: int) -> np.ndarray:

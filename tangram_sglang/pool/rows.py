@@ -29,6 +29,7 @@ from tangram_sglang.pool.ledger import Ledger
 from tangram_sglang.pool.tally import Tally
 
 _NO_SLOTS = np.empty(0, dtype=np.int64)
+_NO_PAGES = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,10 @@ class Rows:
     The prefix cache sets three callbacks. ``evict`` is called with a number of pages that must
     become free; ``tail_left`` with a row and the token before which it now seals its cached tail
     away; ``sole_from`` with a row, and answers from which token on nobody else reads that tail.
+
+    ``pointed`` is called with a row and the table entries of it that have changed; a copy of the
+    table elsewhere follows it. ``granted`` holds the steps of the last ``advance``, in its order,
+    and ``taken`` the pages it handed out.
     """
 
     def __init__(self, layout: KVLayout, ledger: Ledger, max_rows: int):
@@ -96,6 +101,9 @@ class Rows:
         self.evict: Callable[[int], object] = lambda pages: None
         self.tail_left: Callable[[int, int], None] = lambda row, start: None
         self.sole_from: Callable[[int], int] = lambda row: self.live[row].cached_tokens
+        self.pointed: Callable[[int, np.ndarray], None] = lambda row, slots: None
+        self.granted: list[Step] = []
+        self.taken = _NO_PAGES
 
     def open(
         self,
@@ -116,9 +124,9 @@ class Rows:
         n = floor * rule.window + len(tail) * rule.page
         self.live[row] = Row(prompt, n, floor, floor, n)
         for j, pages in enumerate(windows):
-            self.table[row, self._sealed_slots(j, j + 1)] = pages
+            self._point(row, self._sealed_slots(j, j + 1), pages)
         for i, pages in enumerate(tail, floor * rule.window // rule.page):
-            self.table[row, self._full_ring(i)] = pages
+            self._point(row, self._full_ring(i), pages)
 
     def advance(self, targets: list[tuple[int, int]]) -> None:
         """Grow each (row, tokens) of one forward step; takes and gives back all pages it needs.
@@ -126,21 +134,33 @@ class Rows:
         Raises:
             RuntimeError: the pages are not there, or a row would shrink.
         """
-        steps = [self._plan_step(row, n1) for row, n1 in targets]
-        for step in steps:
-            self._give_tail(step)
+        self.granted = steps = [self._plan_step(row, n1) for row, n1 in targets]
+        slots = [self._new_slots(step) for step in steps]
+        need = sum(map(len, slots))
+        leaving = [step for step in steps if self._leaves_cached_tail(step)]
+        # a step reads the tails it moves, so they are handed out last: first what rows give back
+        # themselves, then what they leave with the cache
+        scarce = need > self.ledger.free
+        if scarce:
+            for step in steps:
+                self._give_tail(step, last=True)
+        while need > self.ledger.free:
+            self.evict(need - self.ledger.free)
+            if need <= self.ledger.free or not leaving:
+                break
+            self._leave_cached_tail(leaving.pop())
+        taken = [self.ledger.take(len(new), x.row) for x, new in zip(steps, slots, strict=True)]
+        if not scarce:
+            for step in steps:
+                self._give_tail(step)
+        for step in leaving:
+            self._leave_cached_tail(step)
+        for step, new, pages in zip(steps, slots, taken, strict=True):
+            self._point(step.row, new, pages)
             state = self.live[step.row]
-            if step.s1 > step.s0 and state.cached_tokens > step.s0 * self.layout.rule.window:
-                self.tail_left(step.row, step.s1 * self.layout.rule.window)
             state.n, state.step = step.n1, step
             self.tally.windows_sealed += step.s1 - step.s0
-        slots = [self._new_slots(step) for step in steps]
-        short = sum(map(len, slots)) - self.ledger.free
-        if short > 0:
-            self.evict(short)
-        for step, new in zip(steps, slots, strict=True):
-            if len(new):
-                self.table[step.row, new] = self.ledger.take(len(new), step.row)
+        self.taken = np.concatenate(taken) if taken else _NO_PAGES
 
     def close(self, row: int) -> None:
         """Give back everything the row owns."""
@@ -201,6 +221,21 @@ class Rows:
         """Pages that a row owns at ``n`` tokens, with what the cache has of it now."""
         return self.layout.pages(n, state.floor) - self.shared(state, n)
 
+    def new_pages(self, state: Row, n: int) -> int:
+        """Pages that a row takes in a step to ``n`` tokens, whatever it gives back."""
+        rule = self.layout.rule
+        sealed = rule.sealed(n, state.floor) - rule.sealed(state.n, state.floor)
+        tail = rule.pages(n) - max(
+            rule.pages(state.n), self.layout.tail_start(None, n, state.floor) // rule.page
+        )
+        sliding = rule.pages(n) - rule.pages(state.n)
+        groups = len(self.layout.groups) - self.layout.num_full
+        return (
+            sealed * self.layout.window_pages
+            + max(0, tail) * self.layout.num_full
+            + sliding * groups
+        )
+
     def shared(self, state: Row, n: int) -> int:
         """Pages that a row reads at ``n`` tokens and the prefix cache owns."""
         start = self.layout.tail_start(None, n, state.floor)
@@ -260,9 +295,13 @@ class Rows:
         mine = self.table[row, slots]
         if owner is None:
             self.ledger.give(mine, row)
-            self.table[row, slots] = pages
+            self._point(row, slots, pages)
         else:
             self.ledger.hand_over(mine, row, owner)
+
+    def _point(self, row: int, slots: np.ndarray, pages: np.ndarray) -> None:
+        self.table[row, slots] = pages
+        self.pointed(row, slots)
 
     def _full_ring(self, page: int) -> np.ndarray:
         return self._ring(self.layout.kinds[0], page, page + 1)[:, 0]
@@ -292,7 +331,14 @@ class Rows:
             )
         return Step(row, n0, n1, s0, s1, state.floor, tail)
 
-    def _give_tail(self, step: Step) -> None:
+    def _leaves_cached_tail(self, step: Step) -> bool:
+        start = step.s0 * self.layout.rule.window
+        return step.s1 > step.s0 and self.live[step.row].cached_tokens > start
+
+    def _leave_cached_tail(self, step: Step) -> None:
+        self.tail_left(step.row, step.s1 * self.layout.rule.window)
+
+    def _give_tail(self, step: Step, last: bool = False) -> None:
         cached = self.live[step.row].cached_tokens // self.layout.rule.page
         for kind in self.layout.kinds:
             first, end = self._tail_span(kind, step.n0, step.floor)
@@ -301,7 +347,7 @@ class Rows:
             end = min(end, self._tail_span(kind, step.n1, step.floor)[0])
             gone = self._ring(kind, first, end).ravel()
             if len(gone):
-                self.ledger.give(self.table[step.row, gone], step.row)
+                self.ledger.give(self.table[step.row, gone], step.row, last)
 
     def _new_slots(self, step: Step) -> np.ndarray:
         slots = [self._sealed_slots(step.s0, step.s1)] if step.s1 > step.s0 else []

@@ -1,0 +1,246 @@
+"""The attention backend on a GPU: Triton kernels under SGLang's attention interface.
+
+A forward step, all of it on the forward stream:
+
+    1. one upload of what the host knows: table changes, records of the step, sealed windows
+    2. copy old pages that the step gives away and writes to
+    3. decode: seal, over all layers at once, the windows that the step before completed
+    4. layer by layer. Prefill: seal what completes, attend, write the raw tail.
+       Decode, in the CUDA graph: write the token and attend.
+
+Nothing in it waits for the device. In the graph lengths come from ``seq_lens`` and ``n_win``;
+no kernel reads what the scheduler writes, so the scheduler need not wait for a replay.
+"""
+
+import numpy as np
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+from tangram_sglang.backend.attention import require_own_kv
+from tangram_sglang.backend.device_table import DeviceTable
+from tangram_sglang.backend.head_index import LayerIndex, head_indices
+from tangram_sglang.backend.model_shape import model_shape
+from tangram_sglang.backend.pieces import step_pieces
+from tangram_sglang.backend.sealer import Sealer
+from tangram_sglang.backend.split_dispatch import SplitDispatch
+from tangram_sglang.kernels.decode import decode_attention
+from tangram_sglang.kernels.dispatch import dispatch_step
+from tangram_sglang.kernels.layer_tables import LayerTables
+from tangram_sglang.kernels.prefill import prefill_attention, tile_tokens
+from tangram_sglang.kernels.raw_write import BLOCK, raw_write
+from tangram_sglang.kernels.records import prefill_tiles, raw_spans, seal_units
+from tangram_sglang.kernels.tails import copy_pages
+from tangram_sglang.kernels.upload import Upload
+from tangram_sglang.pool.rows import Step
+
+
+class TangramCudaBackend(AttentionBackend):
+    """Attention over a ``TangramKVPool`` on a GPU.
+
+    Args:
+        model_runner: SGLang's, with our pools in place.
+        observer: sees queries and windows when calibrating (``calib.observer``), else None.
+    """
+
+    needs_cpu_seq_lens = False
+    # a dummy batch has as many rows as the pool, and ours has tables for no more
+    extend_dummy_seqs_capped_by_req_pool = True
+
+    def __init__(self, model_runner, observer=None):
+        super().__init__()
+        self.device = model_runner.device
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.token_to_kv_pool = pool = model_runner.token_to_kv_pool
+        self.observer = observer
+        self._rows = pool.rows
+        self._layout = pool.plan.layout
+        self._table = DeviceTable(pool.rows, self.device)
+        self._tables = LayerTables.build(self._layout, self.device)
+        self._layers, self._everyone = head_indices(self._layout, self.device)
+        self._sealer = Sealer(pool, self._table.tensor)
+        self._upload = Upload(self.device)
+        shape = model_shape(model_runner.model).layers[0]
+        self._ratio = shape.q_heads // shape.kv_heads
+        self._tile = tile_tokens(shape.head_dim, self._ratio, pool.dtype)
+        self._splits = SplitDispatch(self._tables, self._layout, pool.pages, self._ratio)
+        self._n_win = torch.zeros(pool.rows.table.shape[0], dtype=torch.int32, device=self.device)
+        self._lists: dict[str, torch.Tensor] = {}
+        self._batch = 0
+
+    def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
+        return SharedReadEnds.PRE_REPLAY if fm.is_decode() else SharedReadEnds.UNKNOWN
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self._splits.reserve(max_bs)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def init_forward_metadata_out_graph(
+        self, forward_batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        self._batch = forward_batch.batch_size
+        if forward_batch.forward_mode.is_idle():
+            return
+        steps = self._granted()
+        if not forward_batch.forward_mode.is_decode():
+            self._start_prefill(steps or _dummy_steps(forward_batch))
+        else:
+            self._splits.of(self._batch)
+            self._start_decode(steps)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        if forward_batch.forward_mode.is_decode():
+            dispatch_step(
+                self._splits.of(self._batch),
+                self._tables,
+                forward_batch.req_pool_indices,
+                forward_batch.seq_lens,
+                self._n_win[: self._batch],
+            )
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        sinks: torch.Tensor | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        require_own_kv(layer, k, save_kv_cache, kwargs)
+        q, k, v = _by_head(q, k, v, layer)
+        out = q.new_empty(q.shape)
+        decode_attention(
+            q,
+            k,
+            v,
+            self.token_to_kv_pool.pages,
+            self._table.tensor,
+            self._tables,
+            self._splits.of(self._batch),
+            self._splits.workspace,
+            self._tables.index[layer.layer_id],
+            out,
+            layer.scaling,
+            sinks,
+        )
+        return out.flatten(1)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        sinks: torch.Tensor | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        require_own_kv(layer, k, save_kv_cache, kwargs)
+        q, k, v = _by_head(q, k, v, layer)
+        out = q.new_empty(q.shape)
+        mine, lists = self._layers[layer.layer_id], self._lists
+        pool, table, old = self.token_to_kv_pool.pages, self._table.tensor, lists["old"]
+        if self.observer is not None:
+            self.observer.queries(layer.layer_id, q, forward_batch.positions)
+        if mine.sliding_window is None and len(lists["units"]):
+            if self.observer is not None:
+                self._observe(layer.layer_id, k, v, mine)
+            self._sealer.seal(lists["units"], old, k, v, mine.seal)
+        prefill_attention(
+            q,
+            k,
+            v,
+            out,
+            pool,
+            table,
+            old,
+            lists[f"tiles{mine.kind}"],
+            mine.seal.index,
+            mine.order,
+            layer.scaling,
+            mine.sliding_window,
+            sinks,
+        )
+        raw_write(pool, table, k, v, lists[f"spans{mine.kind}"], mine.seal.index, mine.ring)
+        return out.flatten(1)
+
+    def _observe(self, layer_id: int, k, v, mine: LayerIndex) -> None:
+        lists = self._lists
+        seen_k, seen_v = self._sealer.windows(lists["units"], lists["old"], k, v, mine.seal)
+        for i, window in enumerate(lists["units"][:, 1].tolist()):
+            start = window * self._layout.rule.window
+            self.observer.window(layer_id, start, seen_k[i], seen_v[i])
+
+    def _granted(self) -> list[Step]:
+        """Steps of the batch, in its order; none for batches of SGLang's own warm-up."""
+        steps, self._rows.granted = self._rows.granted, []
+        return steps
+
+    def _start_prefill(self, steps: list[Step]) -> None:
+        layout, rule = self._layout, self._layout.rule
+        found = step_pieces(layout, steps, self._rows.taken, self.token_to_kv_pool.spare)
+        lists = {"changes": self._table.changes(), "old": found.old, "copies": found.copies}
+        sealing = [p for p in found.pieces[0] if p.row] if layout.num_full else []
+        lists["units"] = seal_units(sealing, rule)
+        for i, (kind, pieces) in enumerate(zip(layout.kinds, found.pieces, strict=True)):
+            window = kind.sliding_window
+            mean = float(layout.kept[kind.first : kind.end].mean())
+            live = [p for p in pieces if p.row]
+            starts = [layout.tail_start(window, p.n1, p.floor) for p in live]
+            lists[f"tiles{i}"] = prefill_tiles(pieces, rule, self._tile, window, mean)
+            lists[f"spans{i}"] = raw_spans(live, starts, BLOCK)
+        self._lists = self._send(lists)
+
+    def _start_decode(self, steps: list[Step]) -> None:
+        sealing = [s for s in steps if s.s1 > s.s0] if self._layout.num_full else []
+        found = step_pieces(self._layout, sealing, self._rows.taken, self.token_to_kv_pool.spare)
+        lists = {
+            "changes": self._table.changes(),
+            "old": found.old,
+            "copies": found.copies,
+            "units": seal_units(found.pieces[0], self._layout.rule),
+            "n_win": _windows(steps, self._batch),
+        }
+        sent = self._send(lists)
+        self._n_win[: self._batch].copy_(sent["n_win"])
+        if sealing:
+            nothing = self.token_to_kv_pool.pages.new_empty(
+                0, len(self._everyone.index.kept), self._layout.head_dim
+            )
+            self._sealer.seal(sent["units"], sent["old"], nothing, nothing, self._everyone)
+
+    def _send(self, lists) -> dict[str, torch.Tensor]:
+        sent = self._upload.send(lists)
+        self._table.apply(sent["changes"])
+        copy_pages(self.token_to_kv_pool.pages, sent["copies"])
+        return sent
+
+
+def _windows(steps: list[Step], batch: int) -> np.ndarray:
+    """Sealed windows of each row, [batch] int32; 0 for padding."""
+    n_win = np.zeros(batch, dtype=np.int32)
+    n_win[: len(steps)] = [step.s1 for step in steps]
+    return n_win
+
+
+def _dummy_steps(forward_batch: ForwardBatch) -> list[Step]:
+    """Steps of a warm-up batch: prompts on row 0, which is nobody's."""
+    return [Step(0, 0, int(n), 0, 0, 0, ()) for n in forward_batch.extend_seq_lens_cpu]
+
+
+def _by_head(q, k, v, layer: RadixAttention):
+    """[T, heads, D] views."""
+    return (
+        q.view(-1, layer.tp_q_head_num, layer.head_dim),
+        k.view(-1, layer.tp_k_head_num, layer.head_dim),
+        v.view(-1, layer.tp_v_head_num, layer.head_dim),
+    )

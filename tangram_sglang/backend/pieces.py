@@ -1,0 +1,68 @@
+"""What each row of a step does, as the records that the prefill and sealing kernels read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tangram_sglang.errors import TangramError
+from tangram_sglang.kernels.records import Piece
+from tangram_sglang.plan.layout import KVLayout
+from tangram_sglang.pool.rows import Step
+
+
+@dataclass(frozen=True, slots=True)
+class StepPieces:
+    """Pieces of a step, by kind of groups.
+
+    Attributes:
+        pieces: per kind, one piece a row, in the order of the batch.
+        old: [N] int32, pages of the raw tails before the step; pieces point into it.
+        copies: [M, 2] int32, pages to copy before anything is written: an old page that the step
+            gives away and writes to, and the spare page that ``old`` names for it.
+    """
+
+    pieces: tuple[list[Piece], ...]
+    old: np.ndarray
+    copies: np.ndarray
+
+
+def step_pieces(
+    layout: KVLayout, steps: Sequence[Step], taken: np.ndarray, spare: range
+) -> StepPieces:
+    """Pieces of granted steps.
+
+    Args:
+        steps: one a row, in the order of the batch.
+        taken: pages that the step handed out.
+        spare: ids of the pool's spare pages.
+    """
+    pieces: tuple[list[Piece], ...] = tuple([] for _ in layout.kinds)
+    lists, length, first = [], 0, 0
+    for step in steps:
+        for i, kind in enumerate(layout.kinds):
+            pages = step.tail[i] if step.tail else np.empty((kind.end - kind.first, 0), np.int32)
+            start = layout.tail_start(kind.sliding_window, step.n0, step.floor)
+            pieces[i].append(
+                Piece(step.row, step.n0, step.n1, step.floor, first, length, pages.shape[1], start)
+            )
+            lists.append(pages.ravel())
+            length += pages.size
+        first += step.n1 - step.n0
+    old = np.concatenate(lists) if lists else np.empty(0, np.int32)
+    return StepPieces(pieces, *_spared(old, taken, spare))
+
+
+def _spared(old: np.ndarray, taken: np.ndarray, spare: range) -> tuple[np.ndarray, np.ndarray]:
+    """``old`` with spare pages for those in ``taken``, and the copies that takes."""
+    lost = np.intersect1d(old, taken)
+    if len(lost) > len(spare):
+        raise TangramError(
+            f"a step overwrites {len(lost)} pages that it still reads, the pool has "
+            f"{len(spare)} spare ones"
+        )
+    copies = np.stack([lost, np.arange(spare.start, spare.start + len(lost))], axis=1)
+    if len(lost):
+        at = np.searchsorted(lost, old).clip(max=len(lost) - 1)
+        old = np.where(lost[at] == old, spare.start + at, old)
+    return old.astype(np.int32), copies.astype(np.int32)

@@ -1,0 +1,62 @@
+"""The split maps of every batch size, made before serving, and the workspace they share."""
+
+import numpy as np
+import torch
+
+from tangram_sglang.kernels.dispatch import Dispatch
+from tangram_sglang.kernels.layer_tables import LayerTables
+from tangram_sglang.kernels.occupancy import resident_programs
+from tangram_sglang.kernels.workspace import Workspace
+from tangram_sglang.plan.layout import KVLayout
+from tangram_sglang.plan.split_map import SplitMap, plan_splits
+
+
+class SplitDispatch:
+    """Split maps by batch size.
+
+    A captured graph keeps the map and the workspace of its batch size for good. Batches that no
+    graph was captured for get theirs on first use.
+
+    Args:
+        tables, layout: where heads lie and what they keep.
+        pool: [pages, H_p, 2, P, D].
+        ratio: query heads per KV head.
+    """
+
+    def __init__(self, tables: LayerTables, layout: KVLayout, pool: torch.Tensor, ratio: int):
+        self._tables = tables
+        self._pool = pool
+        self._ratio = ratio
+        self._maps: dict[int, Dispatch] = {}
+        # N_CTA: programs of the real kernel that the GPU holds at once
+        self.programs = resident_programs(tables, pool, ratio)
+        self.workspace: Workspace | None = None
+        self._largest = 0
+        # sliding-window heads all hold the same
+        pages = tables.kept_pages.cpu().numpy()
+        self._shares = np.where(pages > 0, pages, 1)
+        self.reserve(1)
+
+    def reserve(self, batch: int) -> None:
+        """Make the workspace large enough for ``batch`` requests."""
+        if batch > self._largest:
+            grid = int(self._split_map(batch).grid.max())
+            self._largest = batch
+            self.workspace = Workspace.build(
+                max(grid, self.programs + batch * self._tables.heads),
+                batch,
+                self._tables.heads,
+                self._ratio,
+                self._pool.shape[-1],
+                self._pool.device,
+            )
+
+    def of(self, batch: int) -> Dispatch:
+        """The map of ``batch`` requests."""
+        if batch not in self._maps:
+            self.reserve(batch)
+            self._maps[batch] = Dispatch.build(self._split_map(batch), self._pool.device)
+        return self._maps[batch]
+
+    def _split_map(self, batch: int) -> SplitMap:
+        return plan_splits(self._shares, self.programs, batch)

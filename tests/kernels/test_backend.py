@@ -1,0 +1,136 @@
+"""The GPU backend's host part and its kernels, against the CPU backend, on the same pool and steps."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from torch import nn
+
+from tangram_sglang.backend import split_dispatch
+from tangram_sglang.backend.attention import TangramAttentionBackend
+from tangram_sglang.backend.cuda_attention import TangramCudaBackend
+from tangram_sglang.backend.kv_pool import TangramKVPool
+from tangram_sglang.cache.store import PrefixStore
+from tangram_sglang.plan.layout import KVLayout
+from tangram_sglang.plan.serving import ServingPlan
+from tangram_sglang.plan.shape import LayerShape, ModelShape
+from tangram_sglang.plan.window import WindowRule
+from tangram_sglang.score import create_scorer
+
+LAYERS, Q_HEADS, HEADS, DIM = 2, 4, 2, 16
+RULE = WindowRule(16, 8, 4, 2)
+
+
+class Side:
+    """One backend over a pool of its own; both sides take the same steps."""
+
+    def __init__(self, backend, pages: int, spare: int):
+        shape = ModelShape(
+            tuple(LayerShape(i, Q_HEADS, HEADS, DIM, None, DIM**-0.5) for i in range(LAYERS))
+        )
+        layout = KVLayout.build(
+            shape,
+            RULE,
+            budgets=[0.3, 0.9, 0.5, 0.1],
+            retention=0.5,
+            per_group=2,
+            grouping="global",
+            max_tokens=200,
+        )
+        plan = ServingPlan("test", 0.5, "keydiff", create_scorer("keydiff"), None, layout, "none")
+        self.pool = TangramKVPool(
+            plan,
+            size=200,
+            num_pages=pages,
+            num_spare=spare,
+            max_rows=3,
+            dtype=torch.float32,
+            device="cpu",
+            layer_num=LAYERS,
+            enable_memory_saver=False,
+        )
+        self.pool.pages.fill_(torch.nan)
+        self.pool.pages[0] = 0
+        self.pool.store = PrefixStore(self.pool.rows)
+        layers = [RadixAttention(Q_HEADS, DIM, DIM**-0.5, HEADS, i) for i in range(LAYERS)]
+        model = nn.ModuleList(layers)
+        runner = SimpleNamespace(
+            device="cpu", req_to_token_pool=None, token_to_kv_pool=self.pool, model=model
+        )
+        self.layers = layers
+        self.backend = backend(runner)
+
+    def forward(self, targets, decode: bool, qkv) -> list[torch.Tensor]:
+        """One step of SGLang's: pages, metadata, then every layer."""
+        before = [self.pool.rows.live[row].n for row, _ in targets]
+        self.pool.rows.advance(targets)
+        batch = SimpleNamespace(
+            forward_mode=ForwardMode.DECODE if decode else ForwardMode.EXTEND,
+            batch_size=len(targets),
+            req_pool_indices=torch.tensor([row for row, _ in targets]),
+            seq_lens=torch.tensor([n for _, n in targets]),
+            extend_prefix_lens_cpu=before,
+            positions=None,
+        )
+        self.backend.init_forward_metadata(batch)
+        run = self.backend.forward_decode if decode else self.backend.forward_extend
+        return [run(*x, layer, batch) for x, layer in zip(qkv, self.layers, strict=True)]
+
+
+@pytest.fixture
+def sides(monkeypatch):
+    # the occupancy of a kernel is a GPU's
+    monkeypatch.setattr(split_dispatch, "resident_programs", lambda *a, **k: 6)
+
+    def make(pages):
+        spare = Side(TangramAttentionBackend, 400, 0).pool.plan.layout
+        spare = spare.num_full * RULE.tail_pages
+        return Side(TangramAttentionBackend, pages, 0), Side(TangramCudaBackend, pages, spare)
+
+    return make
+
+
+def random_qkv(tokens: int, generator):
+    """q, k, v of every layer, as slices of one projection."""
+    for _ in range(LAYERS):
+        both = torch.randn(tokens, (Q_HEADS + 2 * HEADS) * DIM, generator=generator)
+        q, k, v = both.split([Q_HEADS * DIM, HEADS * DIM, HEADS * DIM], dim=1)
+        yield q, k.view(-1, HEADS, DIM), v.view(-1, HEADS, DIM)
+
+
+STEPS = [
+    ([(1, 37)], False),
+    ([(1, 61), (2, 23)], False),
+    *(([(1, 61 + i), (2, 23 + i)], True) for i in range(1, 4)),
+]
+
+
+@pytest.mark.parametrize("scarce", [False, True], ids=["roomy", "scarce"])
+def test_prefill_chunks_and_decode_equal_the_cpu_backend(sides, scarce):
+    """In a pool of just the pages that are held, a step hands out some that it still reads."""
+    cpu, gpu = sides(400)
+    if scarce:
+        layout = cpu.pool.plan.layout
+        cpu, gpu = sides(max(sum(layout.pages(n) for _, n in targets) for targets, _ in STEPS))
+    generator = torch.Generator().manual_seed(0)
+    prompts = {1: 61, 2: 23}
+    for side in (cpu, gpu):
+        for row, prompt in prompts.items():
+            side.pool.rows.open(row, prompt)
+    copied = 0
+    for targets, decode in STEPS:
+        tokens = sum(n - cpu.pool.rows.live[row].n for row, n in targets)
+        qkv = list(random_qkv(tokens, generator))
+        expected, found = (side.forward(targets, decode, qkv) for side in (cpu, gpu))
+        copied += len(np.intersect1d(gpu.pool.rows.taken, _tails(gpu)))
+        for a, b in zip(expected, found, strict=True):
+            assert torch.allclose(a, b, atol=1e-5)
+    assert (copied > 0) == scarce
+
+
+def _tails(side) -> np.ndarray:
+    steps = [state.step for state in side.pool.rows.live.values() if state.step]
+    return np.concatenate([x.ravel() for step in steps for x in step.tail] or [np.empty(0)])
