@@ -125,10 +125,10 @@ class TangramPrefixCache(BasePrefixCache):
             print(f"{kind} up to token {node.tokens}: {len(node.pages)} pages, {node.locks} locks")
 
     def _leave_tail(self, row: int) -> None:
-        """The row sealed its cached tail away: hold on to the windows before it only."""
+        """The row sealed some of its cached tail away: hold on to what it still reads."""
         req = self.req_to_token_pool.request_of[row]
         if req.lock is not None and req.lock.node.tail:
-            self._anchor(req, req.lock.node.without_tail(self._layout.rule.window))
+            self._anchor(req, req.lock.node.from_token(self._pool.rows.tail_start(row)))
 
     def _anchor(self, req: Any, prefix: Prefix) -> None:
         """Move the request's lock."""

@@ -64,6 +64,12 @@ class Prefix:
         """Everything the state needs; each node once, parents before children."""
         return (*self.windows, *self.spine, *self.tail)
 
-    def without_tail(self, window: int) -> Prefix:
-        """The sealed windows alone; W tokens each."""
-        return Prefix(len(self.windows) * window, self.windows)
+    def from_token(self, start: int) -> Prefix:
+        """What a row still reads of this once it has sealed its tail up to token ``start``.
+
+        Keeps locks, and is no state to start from: the tokens in between are the row's own.
+        """
+        tail = tuple(node for node in self.tail if node.tokens > start)
+        if tail:
+            return Prefix(self.tokens, self.windows, tail, self.spine)
+        return Prefix(self.windows[-1].tokens if self.windows else 0, self.windows)

@@ -82,7 +82,7 @@ class Rows:
         max_rows: highest row id.
 
     ``evict`` is called with a number of pages that must become free; ``tail_left`` with a row
-    whose cached tail has been sealed away. The prefix cache sets both.
+    that seals some of its cached tail away, before it takes pages. The prefix cache sets both.
     """
 
     def __init__(self, layout: KVLayout, ledger: Ledger, max_rows: int):
@@ -127,7 +127,7 @@ class Rows:
             self._give_tail(step)
             state = self.live[step.row]
             state.n, state.step = step.n1, step
-            if step.s1 > step.s0 and state.cached_tokens <= step.s1 * self.layout.rule.window:
+            if step.s1 > step.s0 and state.cached_tokens > step.s0 * self.layout.rule.window:
                 self.tail_left(step.row)
         slots = [self._new_slots(step) for step in steps]
         short = sum(map(len, slots)) - self.ledger.free
@@ -216,6 +216,11 @@ class Rows:
     def tail_page(self, row: int, page: int) -> np.ndarray:
         """Raw pages of tokens page*P.. in the full-attention groups, a page a group."""
         return self.table[row, self._full_ring(page)]
+
+    def tail_start(self, row: int) -> int:
+        """First token that the row holds raw in the full-attention groups."""
+        state = self.live[row]
+        return self.layout.tail_start(None, state.n, state.floor)
 
     def share_window(self, row: int, pages: np.ndarray, owner: int | None) -> None:
         """The row's next private window becomes the cache's.

@@ -201,7 +201,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def _leave_tail(self, row):
         if self.locks[row].tail:
-            self._relock(row, self.locks[row].without_tail(16))
+            self._relock(row, self.locks[row].from_token(self.rows.tail_start(row)))
 
     def _pages(self, row):
         """(page, what it must hold) for all that the row's table names."""
@@ -229,6 +229,20 @@ class PoolMachine(RuleBasedStateMachine):
     def _read(self, row):
         for page, held in self._pages(row):
             assert self.content[page] == held
+
+
+def test_a_prompt_that_seals_a_part_of_its_cached_tail_finds_the_pages_it_was_promised():
+    """The pool holds this prompt and no page more; its first chunk is published whole."""
+    machine = PoolMachine()
+    machine.build(recent=12, pages=25)
+    text = TEXTS[0][:47]
+    assert machine.rows.layout.peak_pages(len(text)) == 25
+    assert machine._admit(text)
+    machine._advance(1, 40)
+    machine._publish(1)
+    # tokens 16..32 are sealed away, tokens 32..40 stay in the tail
+    machine._advance(1, 47)
+    machine.books_are_right()
 
 
 TestPool = PoolMachine.TestCase
