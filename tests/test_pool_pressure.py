@@ -65,6 +65,15 @@ def test_a_request_longer_than_the_pool_ends_by_length_and_the_next_is_served(fo
     assert len(result["next"].output_ids) == 5
 
 
+def test_a_prompt_that_fills_the_pool_is_served_in_chunks_that_are_published(folder):
+    """The second chunk seals half of the raw tail that the first one left in the prefix cache."""
+    request = Req(random_tokens(50, seed=1), 2, rid="a")
+    result = serve(folder, [request], env=ENV, max_total_tokens=60, chunked_prefill_size=44)
+    assert [b.new_tokens for b in result.batches if b.mode == "extend"] == [(44,), (6,)]
+    roomy = serve(folder, [request], env=ENV)
+    assert result["a"].output_ids == roomy["a"].output_ids
+
+
 def test_a_prompt_longer_than_the_uncompressed_pool_is_served(folder):
     prompt = random_tokens(1000, seed=3)
     env = {**ENV, "TANGRAM_RETENTION": "0.25"}
