@@ -68,10 +68,12 @@ class _RowGrowth:
 
     def free(self, row: int) -> None:
         self._pool.rows.close(row)
+        self._pool.request_of.pop(row, None)
         self._pool.rows_changed()
 
     def clear(self) -> None:
         self._pool.rows.clear()
+        self._pool.request_of.clear()
         self._pool.rows_changed()
 
     def reset_allocator(self) -> None:

@@ -55,6 +55,8 @@ class WindowTrie:
             tokens: the whole prompt.
             limit: most tokens to match.
         """
+        if namespace not in self._roots:
+            return Prefix(0)
         spine = [self.root(namespace)]
         while child := self._child(spine[-1], tokens, limit, True):
             spine.append(child)
@@ -121,7 +123,7 @@ class WindowTrie:
 
     def evict(self, pages: int) -> int:
         """Release least recently used leaves until ``pages`` pages are free; pages released."""
-        released = 0
+        released, emptied = 0, False
         while self._leaves and released < pages:
             used, _, node = heapq.heappop(self._leaves)
             node.queued = False
@@ -136,6 +138,9 @@ class WindowTrie:
                 released += len(node.pages)
                 self._release(node.pages, node.id)
             self._queue(node.parent)
+            emptied |= node.parent.parent is None and not node.parent.children
+        if emptied:
+            self._roots = {name: root for name, root in self._roots.items() if root.children}
         return released
 
     def nodes(self) -> list[Node]:

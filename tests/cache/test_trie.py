@@ -115,6 +115,10 @@ def test_namespaces_share_nothing():
     pool = Pool()
     pool.publish(TOKENS[:60], namespace="a")
     assert pool.match(TOKENS[:60], namespace="b").tokens == 0
+    # a namespace that holds nothing takes no memory
+    assert list(pool.trie._roots) == ["a"]
+    pool.trie.evict(10**6)
+    assert not pool.trie._roots
 
 
 def test_eviction_takes_least_recently_used_leaves_first_and_never_what_is_locked():
