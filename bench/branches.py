@@ -213,7 +213,10 @@ def _line(name: str, cold: float, kl: float, ratio: float, given_up: float) -> s
 
 def rows(points: list[Point], cases: list[Case], size: argparse.Namespace) -> list[dict]:
     digests = {case.document.name: case.document.digest for case in cases}
-    common = {"retention": size.retention, "plan": size.plan.name, **machine("bench.branches")}
+    common = {
+        **{"model": size.model.name, "retention": size.retention, "plan": size.plan.name},
+        **machine("bench.branches"),
+    }
     return [
         {
             **asdict(p),

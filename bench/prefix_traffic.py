@@ -216,7 +216,12 @@ def main() -> int:
             return 1
         heading += f"\ntangram at retention 1.0 and {STOCK}: {text}"
     print(f"{heading}\n{table(rows)}")
-    common = {**asdict(sizes), "order": size.order, "concurrency": size.concurrency}
+    common = {
+        "model": size.model.name,
+        **asdict(sizes),
+        "order": size.order,
+        "concurrency": size.concurrency,
+    }
     common |= {"seed": size.seed, **machine("bench.prefix_traffic")}
     append_csv(size.out, [{**row, "hit_rate": f"{row['hit_rate']:.4f}", **common} for row in rows])
     say(f"written to {size.out}")
