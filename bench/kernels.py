@@ -17,25 +17,10 @@ from pathlib import Path
 import torch
 import triton
 
+from bench.kernel_columns import COLUMNS
 from bench.scenes import HEADS, LAYERS, Scene, copy_bandwidth, graph_ms, programs_for
 from tangram_sglang.plan.split_map import equal_splits, plan_splits
 
-COLUMNS = [
-    "case",
-    "batch",
-    "seq_len",
-    "retention",
-    "ms",
-    "floor_ms",
-    "over_floor",
-    "baseline",
-    "baseline_ms",
-    "speedup",
-    "gpu",
-    "torch",
-    "triton",
-    "sha",
-]
 K = 1024
 # 1K to 128K, each request 1.37 times as long as the one before
 UNEQUAL = [int(K * 2 ** (7 * i / 15)) for i in range(16)]

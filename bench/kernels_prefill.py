@@ -21,6 +21,7 @@ import torch
 import triton
 
 from bench.chunks import DIM, DTYPE, HEADS, HIDDEN, INNER, LAYERS, RATIO, SINKS, Chunk, check
+from bench.kernel_columns import COLUMNS
 from tangram_sglang.kernels.prefill import Config, prefill_attention
 from tangram_sglang.kernels.prefill_hopper import HopperConfig, prefill_attention_hopper
 from tangram_sglang.kernels.prefill_split import Split, split_counts
@@ -34,22 +35,6 @@ from tangram_sglang.kernels.seal_write import seal_write
 from tangram_sglang.kernels.select import select
 from tangram_sglang.kernels.tails import copy_pages
 
-COLUMNS = [
-    "case",
-    "batch",
-    "seq_len",
-    "retention",
-    "ms",
-    "floor_ms",
-    "over_floor",
-    "baseline",
-    "baseline_ms",
-    "speedup",
-    "gpu",
-    "torch",
-    "triton",
-    "sha",
-]
 TOKENS = 8192
 RANK = 4
 

@@ -31,6 +31,7 @@ FLAGS = [
     {"dp_size": 2},
     {"enable_two_batch_overlap": True},
     {"kv_cache_dtype": "fp8_e4m3"},
+    {"cuda_graph_backend_prefill": "full"},
 ]
 
 

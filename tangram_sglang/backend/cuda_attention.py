@@ -94,7 +94,7 @@ class TangramCudaBackend(AttentionBackend):
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         if forward_batch.forward_mode.is_decode():
             dispatch_step(
-                self._splits.of(self._batch),
+                self._splits.of(self._batch)[0],
                 self._tables,
                 forward_batch.req_pool_indices,
                 forward_batch.seq_lens,
@@ -123,8 +123,7 @@ class TangramCudaBackend(AttentionBackend):
             self.token_to_kv_pool.pages,
             self._table.tensor,
             self._tables,
-            self._splits.of(self._batch),
-            self._splits.workspace,
+            *self._splits.of(self._batch),
             self._tables.index[layer.layer_id],
             out,
             layer.scaling,

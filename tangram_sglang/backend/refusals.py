@@ -22,6 +22,11 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "no other backend can read the tangram pool: pass --attention-backend tangram alone",
     ),
     ("--page-size", lambda a: a.page_size not in (None, 1), "set TANGRAM_PAGE instead"),
+    (
+        "--cuda-graph-backend-prefill",
+        lambda a: a.cuda_graph_backend_prefill == "full",
+        "the host plans each prefill: pass breakable or disabled",
+    ),
     ("--enable-mixed-chunk", lambda a: a.enable_mixed_chunk, "drop the flag"),
     (
         "--speculative-algorithm",

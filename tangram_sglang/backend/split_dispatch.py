@@ -14,8 +14,8 @@ from tangram_sglang.plan.split_map import SplitMap, plan_splits
 class SplitDispatch:
     """Split maps by batch size.
 
-    A captured graph keeps the map and the workspace of its batch size for good. Batches that no
-    graph was captured for get theirs on first use.
+    A captured graph goes on using the map and the workspace of its batch size, so both are kept
+    for good. Batches that no graph was captured for get theirs on first use.
 
     Args:
         tables, layout: where heads lie and what they keep.
@@ -27,10 +27,10 @@ class SplitDispatch:
         self._tables = tables
         self._pool = pool
         self._ratio = ratio
-        self._maps: dict[int, Dispatch] = {}
+        self._maps: dict[int, tuple[Dispatch, Workspace]] = {}
         # N_CTA: programs of the real kernel that the GPU holds at once
         self.programs = resident_programs(tables, pool, ratio)
-        self.workspace: Workspace | None = None
+        self._workspace: Workspace | None = None
         self._largest = 0
         # sliding-window heads all hold the same
         pages = tables.kept_pages.cpu().numpy()
@@ -42,7 +42,7 @@ class SplitDispatch:
         if batch > self._largest:
             grid = int(self._split_map(batch).grid.max())
             self._largest = batch
-            self.workspace = Workspace.build(
+            self._workspace = Workspace.build(
                 max(grid, self.programs + batch * self._tables.heads),
                 batch,
                 self._tables.heads,
@@ -51,11 +51,12 @@ class SplitDispatch:
                 self._pool.device,
             )
 
-    def of(self, batch: int) -> Dispatch:
-        """The map of ``batch`` requests."""
+    def of(self, batch: int) -> tuple[Dispatch, Workspace]:
+        """The map of ``batch`` requests, and a workspace large enough for it."""
         if batch not in self._maps:
             self.reserve(batch)
-            self._maps[batch] = Dispatch.build(self._split_map(batch), self._pool.device)
+            dispatch = Dispatch.build(self._split_map(batch), self._pool.device)
+            self._maps[batch] = dispatch, self._workspace
         return self._maps[batch]
 
     def _split_map(self, batch: int) -> SplitMap:

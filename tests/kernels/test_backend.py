@@ -131,6 +131,15 @@ def test_prefill_chunks_and_decode_equal_the_cpu_backend(sides, scarce):
     assert (copied > 0) == scarce
 
 
+def test_a_larger_batch_leaves_captured_graphs_their_workspace(sides):
+    """F3 (sgl-project/sglang PR#28767): a graph goes on writing where it wrote when captured."""
+    splits = sides(400)[1].backend._splits
+    dispatch, workspace = splits.of(1)
+    larger = splits.of(64)[1]
+    assert len(larger.lse) > len(workspace.lse)
+    assert splits.of(1)[0] is dispatch and splits.of(1)[1] is workspace
+
+
 def _tails(side) -> np.ndarray:
     steps = [state.step for state in side.pool.rows.live.values() if state.step]
     return np.concatenate([x.ravel() for step in steps for x in step.tail] or [np.empty(0)])
