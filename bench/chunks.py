@@ -4,12 +4,10 @@ Everything lies as the server lays it. K and V are random numbers; zeros would r
 ones.
 """
 
-import json
-from pathlib import Path
-
 import numpy as np
 import torch
 
+from bench.shapes import profile_budgets
 from tangram_sglang.kernels.raw_rows import HeadIndex
 from tangram_sglang.kernels.raw_write import BLOCK
 from tangram_sglang.kernels.records import Piece, prefill_tiles, raw_spans, seal_units
@@ -17,18 +15,10 @@ from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.shape import LayerShape, ModelShape
 from tangram_sglang.plan.window import WindowRule
 
-PROFILE = Path(__file__).parent / "profiles/fastkvzip__llama-3.1-8b-instruct__global.json"
 LAYERS, HEADS, RATIO, DIM = 32, 8, 4, 128
 HIDDEN, INNER = 4096, 14336
 RECENT, SINKS, PER_GROUP = 256, 4, 4
 DTYPE = torch.bfloat16
-
-
-def profile_budgets() -> list[float]:
-    """Budgets min(1, median + 2 sigma) of a published profile, in global head order."""
-    profile = json.loads(PROFILE.read_text())
-    center, spread = np.array(profile["context_median"]), np.array(profile["context_std"])
-    return np.minimum(1.0, center + 2 * spread).flatten().tolist()
 
 
 class Chunk:

@@ -1,6 +1,6 @@
 """Prefill attention and sealing on a GPU, as rows of the table of ``bench/kernels.py``.
 
-    python -m bench.kernels_prefill [--sweep] [--sha SHA] [--out FOLDER]
+    python -m bench.kernels_prefill      # block sizes only, the fastest last
 
 Times are medians of rounds over all layers of one chunk, per layer; every layer reads other pages,
 so L2 is not warm. The floor of attention is its arithmetic at the rate of a large bf16 product
@@ -8,20 +8,15 @@ measured in the same run; that of sealing, the bytes it must read and write at c
 FlashInfer gets the whole KV as one dense tensor.
 """
 
-import argparse
-import csv
 import itertools
 import statistics
-import subprocess
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
-import triton
 
 from bench.chunks import DIM, DTYPE, HEADS, HIDDEN, INNER, LAYERS, RATIO, SINKS, Chunk, check
-from bench.kernel_columns import COLUMNS
+from bench.kernel_table import KernelTable
 from tangram_sglang.kernels.prefill import Config, prefill_attention
 from tangram_sglang.kernels.prefill_hopper import HopperConfig, prefill_attention_hopper
 from tangram_sglang.kernels.prefill_split import Split, split_counts
@@ -210,26 +205,6 @@ class Sealing:
         return captured(lambda: [step(i) for i in layers for step in steps]) / len(layers)
 
 
-class Report:
-    """CSV rows and their printed form."""
-
-    def __init__(self, sha: str):
-        self.rows = []
-        self.tail = [torch.cuda.get_device_name(), torch.__version__, triton.__version__, sha]
-
-    def add(self, case, seq_len, retention, ms, floor_ms, baseline="", baseline_ms=None):
-        row = [case, 1, seq_len, retention, f"{ms:.4f}", f"{floor_ms:.4f}"]
-        row += [f"{ms / floor_ms:.2f}" if floor_ms else "", baseline]
-        row += [f"{baseline_ms:.4f}", f"{baseline_ms / ms:.2f}"] if baseline_ms else ["", ""]
-        self.rows.append(row + self.tail)
-        print(*row, flush=True)
-
-    def save(self, path: Path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", newline="") as file:
-            csv.writer(file).writerows([COLUMNS, *self.rows])
-
-
 def sweep():
     """Block sizes, at 120K tokens on four layers; prints the fastest first."""
     layers = [4, 8, 13, 22]
@@ -262,7 +237,7 @@ def sweep():
         print("best", page, min(found))
 
 
-def table(report: Report, flops: float, bandwidth: float, flashinfer: bool):
+def table(report: KernelTable, flops: float, bandwidth: float, flashinfer: bool):
     """Chunks after short and long prefixes."""
     layer = products()
     print(f"matrix products of one layer, {TOKENS} tokens: {layer:.3f} ms")
@@ -280,7 +255,7 @@ def table(report: Report, flops: float, bandwidth: float, flashinfer: bool):
             floor = chunk.flops() / flops * 1e3
             name = f"prefill {TOKENS} after {before} W{window} P{page}"
             for baseline, base in (baselines or {"": None}).items():
-                report.add(name, before + TOKENS, f"{held:.3f}", ms, floor, baseline, base)
+                report.add(name, 1, before + TOKENS, f"{held:.3f}", ms, floor, baseline, base)
             seal = Sealing(chunk)
             floor = seal.bytes() / bandwidth * 1e3
             for scorer in (seal.expected_attention, seal.keydiff):
@@ -295,7 +270,7 @@ def table(report: Report, flops: float, bandwidth: float, flashinfer: bool):
                 whole = took["seal"] + ms + layer
                 print(f"{name} {scorer.__name__}: {parts}; {took['seal'] / whole:.2%} of a layer")
                 report.add(
-                    f"{name} seal {scorer.__name__}", before + TOKENS, f"{held:.3f}",
+                    f"{name} seal {scorer.__name__}", 1, before + TOKENS, f"{held:.3f}",
                     took["seal"], floor, "layer", whole,
                 )  # fmt: skip
             raw = captured(
@@ -315,7 +290,7 @@ def table(report: Report, flops: float, bandwidth: float, flashinfer: bool):
             del chunk, seal
 
 
-def short_turns(report: Report, flops: float, flashinfer: bool):
+def short_turns(report: KernelTable, flops: float, flashinfer: bool):
     """A short message in a long conversation, keys split among programs and not."""
     programs = torch.cuda.get_device_properties(0).multi_processor_count
     for tokens in (128, 1024):
@@ -334,11 +309,11 @@ def short_turns(report: Report, flops: float, flashinfer: bool):
             print(f"{name}: up to {split.count} splits of {split.target} blocks")
         best = min(took.values())
         for key, ms in took.items():
-            report.add(f"{name} {key}", 122880 + tokens, held, ms, floor, "whole", took["whole"])
+            report.add(f"{name} {key}", 1, 122880 + tokens, held, ms, floor, "whole", took["whole"])
         if flashinfer:
             for backend in ("fa2", "fa3"):
                 base = dense(122880, backend, tokens)
-                report.add(name, 122880 + tokens, held, best, floor, backend, base)
+                report.add(name, 1, 122880 + tokens, held, best, floor, backend, base)
         plain = Config(128, 128, 8, 2)
         attention_once(chunk, plain)
         print(
@@ -346,28 +321,13 @@ def short_turns(report: Report, flops: float, flashinfer: bool):
         )
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sweep", action="store_true", help="block sizes only")
-    parser.add_argument("--no-flashinfer", action="store_true")
-    parser.add_argument("--sha", help="commit, where there is no git")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    args = parser.parse_args()
-    if args.sweep:
-        return sweep()
-    sha = args.sha
-    if sha is None:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-        sha = done.stdout.strip()
-    report = Report(sha[:9])
-    try:
-        flops, bandwidth = ceilings()
-        print(f"bf16 product {flops / 1e12:.0f} TFLOP/s, copy {bandwidth / 1e12:.2f} TB/s")
-        short_turns(report, flops, not args.no_flashinfer)
-        table(report, flops, bandwidth, not args.no_flashinfer)
-    finally:
-        report.save(args.out / "kernels-prefill.csv")
+def run(report: KernelTable, flashinfer: bool) -> None:
+    """Every row of the prefill part."""
+    flops, bandwidth = ceilings()
+    print(f"bf16 product {flops / 1e12:.0f} TFLOP/s, copy {bandwidth / 1e12:.2f} TB/s")
+    short_turns(report, flops, flashinfer)
+    table(report, flops, bandwidth, flashinfer)
 
 
 if __name__ == "__main__":
-    main()
+    sweep()

@@ -4,12 +4,10 @@ Everything lies as the server lays it: groups over layers, one page table row pe
 the pool in random order. K and V are random numbers; zeros would run faster than real ones.
 """
 
-import json
-from pathlib import Path
-
 import numpy as np
 import torch
 
+from bench.shapes import profile_budgets
 from tangram_sglang.kernels.decode import Config, decode_attention
 from tangram_sglang.kernels.dispatch import Dispatch, dispatch_step
 from tangram_sglang.kernels.layer_tables import LayerTables
@@ -20,18 +18,10 @@ from tangram_sglang.plan.shape import LayerShape, ModelShape
 from tangram_sglang.plan.split_map import SplitMap
 from tangram_sglang.plan.window import WindowRule
 
-PROFILES = Path(__file__).parent / "profiles"
 LAYERS, HEADS, RATIO, DIM = 32, 8, 4, 128
 PAGE, RECENT, SINKS, PER_GROUP = 16, 256, 4, 4
 DTYPE = torch.bfloat16
 DEVICE = "cuda"
-
-
-def profile_budgets(name: str = "fastkvzip__llama-3.1-8b-instruct__global") -> list[float]:
-    """Budgets min(1, median + 2 sigma) of a published profile, in global head order."""
-    profile = json.loads((PROFILES / f"{name}.json").read_text())
-    center, spread = np.array(profile["context_median"]), np.array(profile["context_std"])
-    return np.minimum(1.0, center + 2 * spread).flatten().tolist()
 
 
 class Scene:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tangram_sglang.kernels.dispatch import PIECE, START, Dispatch
@@ -126,13 +126,11 @@ def decode_kernel(
     COPY_ENGINE: tl.constexpr,
     SLIDING: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    EARLY: tl.constexpr,
     PRECISION: tl.constexpr,
     START: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    if DEPENDENT:
-        # the merge may take its place and read the newest tokens
-        gdc_launch_dependents()
     i_c = tl.program_id(0).to(tl.int64)
     p_start = starts + i_c * START
     first_piece = tl.load(p_start)
@@ -156,6 +154,12 @@ def decode_kernel(
     m_gd = (o_g < G)[:, None] & m_d[None, :]
     o_gd = o_g[:, None] * D + o_d[None, :]
     dtype = pool.dtype.element_ty
+    if EARLY:
+        # q is there once the kernel before has ended
+        gdc_wait()
+    if DEPENDENT:
+        # the merge may take its place and read the newest tokens
+        gdc_launch_dependents()
 
     touched = tl.minimum(last_piece + 1, end_piece) - first_piece
     for i in range(0, touched):
@@ -270,7 +274,12 @@ def decode_attention(
     arguments = decode_arguments(
         q, pool, table, tables, dispatch, workspace, layer, scaling, config
     )
-    decode_kernel[(dispatch.grid[layer],)](DEPENDENT=dependent, **arguments)
+    # Programs of later layers take their places, and what the dispatch wrote, while the kernel
+    # before them ends. The first layer's cannot: that kernel may be the dispatch.
+    early = dependent and layer > 0
+    decode_kernel[(dispatch.grid[layer],)](
+        DEPENDENT=dependent, EARLY=early, **arguments, **({"launch_pdl": True} if early else {})
+    )
     batch, q_heads, dim = q.shape
     ratio = q_heads // tables.heads
     merge_kernel[(batch * tables.heads, ratio)](

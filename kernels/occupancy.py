@@ -54,7 +54,7 @@ def resident_programs(
             1.0,
             config or config_for(pool, ratio),
         )
-        compiled = decode_kernel.warmup(grid=(1,), DEPENDENT=False, **arguments)
+        compiled = decode_kernel.warmup(grid=(1,), DEPENDENT=False, EARLY=False, **arguments)
         per_sm.append(blocks_per_sm(compiled))
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return int(np.min(per_sm)) * processors

@@ -42,7 +42,7 @@ def _attend(b_q, b_k, b_v, m_score, b_acc, b_max, b_sum, scale, MASKED: tl.const
     return b_acc, b_new, b_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["target"])
 def prefill_kernel(
     p_q,
     p_k,

@@ -177,7 +177,7 @@ def _attend(
         gl.store(p_out + o_out[:, None] + o_d[None, :], b_out.to(dtype), mask=m_out)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["target"])
 def prefill_hopper_kernel(
     p_q,
     d_k,

@@ -77,17 +77,12 @@ def cpu_platform_requested(env: Mapping[str, str] = os.environ) -> bool:
     return _switch("CPU_PLATFORM", env)
 
 
-def gpu_preview_requested(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether the user opted into serving on a GPU before that is done (``TANGRAM_GPU_PREVIEW=1``)."""
-    return _switch("GPU_PREVIEW", env)
-
-
 def observe_path(env: Mapping[str, str] = os.environ) -> str | None:
     """Where calibration wants the observations written (``TANGRAM_OBSERVE``), or None."""
     return env.get("TANGRAM_OBSERVE", "").strip() or None
 
 
-_READ_ELSEWHERE = ("TANGRAM_CPU_PLATFORM", "TANGRAM_GPU_PREVIEW", "TANGRAM_OBSERVE")
+_READ_ELSEWHERE = ("TANGRAM_CPU_PLATFORM", "TANGRAM_OBSERVE")
 _INTEGERS = ("window", "recent", "page", "group_heads", "sinks", "pool_bytes")
 
 

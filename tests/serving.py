@@ -16,6 +16,8 @@ def serve(
     on_step=None,
     script=None,
     fresh=False,
+    collect=None,
+    gpu=False,
     **args,
 ):
     """One scenario; the books are checked at every step, and all pages are free at its end."""
@@ -27,9 +29,10 @@ def serve(
         overlap=overlap,
         on_step=on_step or probes.watch,
         script=script,
-        collect=probes.collect,
+        collect=collect or probes.collect,
         timeout_s=300,
         fresh=fresh,
+        gpu=gpu,
     )
     books = result.collected
     assert books["free"] + books["cached"] == books["total"], "pages are missing at the end"

@@ -7,6 +7,7 @@ see; it takes no attributes, so the plan is built at the first question and ride
 
 from typing import Any
 
+import numpy as np
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, MemoryPoolConfigurator
 from sglang.srt.utils.common import get_available_gpu_memory
 
@@ -42,26 +43,38 @@ class TangramPoolConfigurator(MemoryPoolConfigurator):
     """Bytes to capacity in true tokens: the longest request that the pages carry to its end."""
 
     def __init__(self, kvc: Any):
+        self._kvc = kvc
         self._layout = plan_of(kvc).layout
         self._memory = int(get_available_gpu_memory(kvc.device, kvc.gpu_id) * (1 << 30))
         self._page_bytes = self._layout.page_bytes(kvc.kv_cache_dtype.itemsize)
         self._spare = spare_pages(self._layout, kvc.device)
 
     def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
-        budget = Settings.from_env().pool_bytes or available_bytes
+        budget = Settings.from_env().pool_bytes
+        if budget is None:
+            budget = available_bytes - self._table_bytes(available_bytes)
         if budget > self._memory:
             raise TangramError(
                 f"TANGRAM_POOL_BYTES={budget} exceeds the {self._memory} bytes of free memory; "
                 "lower or unset it"
             )
-        # page 0 is the dummy
-        tokens = self._layout.capacity(budget // self._page_bytes - 1 - self._spare)
+        tokens = self._capacity(budget)
         if tokens < 1:
             raise TangramError(
                 f"{budget} bytes hold no request: one token takes {self._layout.pages(1)} pages "
                 f"of {self._page_bytes} bytes; raise TANGRAM_POOL_BYTES or --mem-fraction-static"
             )
         return MemoryPoolConfig(max_total_num_tokens=tokens)
+
+    def _capacity(self, budget: int) -> int:
+        """True tokens in ``budget`` bytes of pages."""
+        # page 0 is the dummy
+        return self._layout.capacity(budget // self._page_bytes - 1 - self._spare)
+
+    def _table_bytes(self, available_bytes: int) -> int:
+        """Bytes of the page table: a row per request, and the dummy row 0."""
+        rows = self._kvc.resolve_max_num_reqs(self._capacity(available_bytes)) + 1
+        return rows * int(self._layout.table_offset[-1]) * np.dtype(np.int32).itemsize
 
     def calculate_pool_sizes_from_max_tokens(
         self, max_total_num_tokens: int, page_size: int

@@ -62,7 +62,7 @@ class Compressor:
             self._pool.flat[rows] = k[mine].gather(1, at)
             self._pool.flat[rows + self._layout.rule.page] = v[mine].gather(1, at)
             kept.append((mine, offsets))
-        self._pool.rows.tally.compression_s += time.perf_counter() - started
+        self._pool.rows.tally.compressed(time.perf_counter() - started)
         return kept
 
     def _scores(self, window, k, v, heads) -> torch.Tensor | None:

@@ -3,6 +3,7 @@
 import logging
 from pathlib import Path
 
+import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from tangram_sglang.backend.allocator import TangramAllocator
@@ -44,6 +45,11 @@ def create_backend(model_runner) -> AttentionBackend:
     observer = _observer(model_runner)
     if model_runner.device == "cpu":
         return TangramAttentionBackend(model_runner, observer)
+    if torch.version.hip is not None:
+        raise TangramError(
+            "tangram's kernels are made for NVIDIA GPUs, this torch is built for AMD ones: choose "
+            "another --attention-backend"
+        )
     from tangram_sglang.backend.cuda_attention import TangramCudaBackend
 
     return TangramCudaBackend(model_runner, observer)

@@ -25,10 +25,13 @@ from tangram_sglang.backend.model_shape import model_shape
 from tangram_sglang.backend.pieces import step_pieces
 from tangram_sglang.backend.sealer import Sealer
 from tangram_sglang.backend.split_dispatch import SplitDispatch
+from tangram_sglang.backend.splitter import Splitter
+from tangram_sglang.backend.warm_up import warm_up
 from tangram_sglang.kernels.decode import decode_attention
 from tangram_sglang.kernels.dispatch import dispatch_step
 from tangram_sglang.kernels.layer_tables import LayerTables
-from tangram_sglang.kernels.prefill import prefill_attention, tile_tokens
+from tangram_sglang.kernels.prefill import config, prefill_attention
+from tangram_sglang.kernels.prefill_split import Split
 from tangram_sglang.kernels.raw_write import BLOCK, raw_write
 from tangram_sglang.kernels.records import prefill_tiles, raw_spans, seal_units
 from tangram_sglang.kernels.tails import copy_pages
@@ -63,11 +66,17 @@ class TangramCudaBackend(AttentionBackend):
         self._upload = Upload(self.device)
         shape = model_shape(model_runner.model).layers[0]
         self._ratio = shape.q_heads // shape.kv_heads
-        self._tile = tile_tokens(shape.head_dim, self._ratio, pool.dtype)
+        blocks = config(shape.head_dim, self._ratio, pool.dtype)
+        self._tile = blocks.rows // self._ratio
+        kept = self._tables.kept_pages.cpu().numpy() * self._tables.page
+        kept = kept[[window == 0 for window in self._tables.sliding_window]]
+        self._splitter = Splitter(kept, blocks.rows, shape.head_dim, blocks.block, self.device)
+        self._split: Split | None = None
         self._splits = SplitDispatch(self._tables, self._layout, pool.pages, self._ratio)
         self._n_win = torch.zeros(pool.rows.table.shape[0], dtype=torch.int32, device=self.device)
         self._lists: dict[str, torch.Tensor] = {}
         self._batch = 0
+        warm_up(self, model_runner.model)
 
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
         return SharedReadEnds.PRE_REPLAY if fm.is_decode() else SharedReadEnds.UNKNOWN
@@ -86,7 +95,7 @@ class TangramCudaBackend(AttentionBackend):
             return
         steps = self._granted()
         if not forward_batch.forward_mode.is_decode():
-            self._start_prefill(steps or _dummy_steps(forward_batch))
+            self.start_prefill(steps or _dummy_steps(forward_batch))
         else:
             self._splits.of(self._batch)
             self._start_decode(steps)
@@ -168,6 +177,7 @@ class TangramCudaBackend(AttentionBackend):
             layer.scaling,
             mine.sliding_window,
             sinks,
+            self._split if mine.sliding_window is None else None,
         )
         raw_write(pool, table, k, v, lists[f"spans{mine.kind}"], mine.seal.index, mine.ring)
         return out.flatten(1)
@@ -184,19 +194,19 @@ class TangramCudaBackend(AttentionBackend):
         steps, self._rows.granted = self._rows.granted, []
         return steps
 
-    def _start_prefill(self, steps: list[Step]) -> None:
+    def start_prefill(self, steps: list[Step]) -> None:
+        """Send what the layers of a prefill need to know of its steps, one a row."""
         layout, rule = self._layout, self._layout.rule
         found = step_pieces(layout, steps, self._rows.taken, self.token_to_kv_pool.spare)
         lists = {"changes": self._table.changes(), "old": found.old, "copies": found.copies}
-        sealing = [p for p in found.pieces[0] if p.row] if layout.num_full else []
-        lists["units"] = seal_units(sealing, rule)
+        lists["units"] = seal_units(found.pieces[0] if layout.num_full else [], rule)
         for i, (kind, pieces) in enumerate(zip(layout.kinds, found.pieces, strict=True)):
             window = kind.sliding_window
             mean = float(layout.kept[kind.first : kind.end].mean())
-            live = [p for p in pieces if p.row]
-            starts = [layout.tail_start(window, p.n1, p.floor) for p in live]
+            starts = [layout.tail_start(window, p.n1, p.floor) for p in pieces]
             lists[f"tiles{i}"] = prefill_tiles(pieces, rule, self._tile, window, mean)
-            lists[f"spans{i}"] = raw_spans(live, starts, BLOCK)
+            lists[f"spans{i}"] = raw_spans(pieces, starts, BLOCK)
+        self._split = self._splitter.of(lists["tiles0"]) if layout.num_full else None
         self._lists = self._send(lists)
 
     def _start_decode(self, steps: list[Step]) -> None:

@@ -6,15 +6,13 @@ from typing import Any
 from sglang.srt.arg_groups.model_override_base import attention_backends_of
 
 from tangram_sglang.errors import TangramError
-from tangram_sglang.settings import gpu_preview_requested
 
 # (flag as the user writes it, whether the resolved arguments ask for it, what to do instead)
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
-        "--device cuda",
-        lambda a: a.device != "cpu" and not (a.device == "cuda" and gpu_preview_requested()),
-        "this release serves on CPUs: set TANGRAM_CPU_PLATFORM=1 and pass --device cpu; "
-        "TANGRAM_GPU_PREVIEW=1 tries the GPU backend, which is not finished",
+        "--device",
+        lambda a: a.device not in ("cpu", "cuda"),
+        "tangram serves on NVIDIA GPUs (--device cuda) and on CPUs (--device cpu)",
     ),
     (
         "--prefill-attention-backend / --decode-attention-backend",

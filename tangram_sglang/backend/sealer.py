@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tangram_sglang.backend.device_clock import DeviceClock
 from tangram_sglang.backend.kv_pool import TangramKVPool
 from tangram_sglang.kernels.raw_rows import HeadIndex
 from tangram_sglang.kernels.score_expected_attention import (
@@ -48,6 +49,7 @@ class Sealer:
         self._rule = rule = pool.plan.layout.rule
         self._scorer = pool.plan.scorer
         self._stats = pool.plan.query_stats
+        self._clock = DeviceClock(table.device, pool.rows.tally.compressed)
         if isinstance(self._scorer, ExpectedAttention):
             stats, windows = self._stats, rule.sealed(pool.plan.layout.max_tokens) + 1
             self._queries = expected_queries(
@@ -73,15 +75,25 @@ class Sealer:
         Returns:
             [units, H, most] int32, offsets kept (K[h] of each line), or None where all are.
         """
-        positions = None
-        if self._scorer is not None:
-            scores = self._scores(units, old, k, v, heads)
-            positions = scores.new_empty(*scores.shape[:2], heads.most, dtype=torch.int32)
-            select(positions, scores, units, heads.index.kept, self._rule.sinks)
-        window = self._rule.window
-        seal_write(
-            self._pool, self._table, k, v, old, units, positions, heads.index, window, heads.most
-        )
+        with self._clock.measure():
+            positions = None
+            if self._scorer is not None:
+                scores = self._scores(units, old, k, v, heads)
+                positions = scores.new_empty(*scores.shape[:2], heads.most, dtype=torch.int32)
+                select(positions, scores, units, heads.index.kept, self._rule.sinks)
+            window = self._rule.window
+            seal_write(
+                self._pool,
+                self._table,
+                k,
+                v,
+                old,
+                units,
+                positions,
+                heads.index,
+                window,
+                heads.most,
+            )
         return positions
 
     def windows(self, units, old, k, v, heads: SealHeads) -> tuple[torch.Tensor, torch.Tensor]:

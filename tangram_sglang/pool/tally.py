@@ -27,6 +27,10 @@ class Tally:
     compression_s: float = 0.0
     evicted_pages: int = 0
 
+    def compressed(self, seconds: float) -> None:
+        """Count time spent on compression."""
+        self.compression_s += seconds
+
     def admitted(self, cached_tokens: int, given_up: int) -> None:
         """Count a request that starts behind ``cached_tokens``."""
         self.admissions += 1

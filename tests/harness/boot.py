@@ -24,6 +24,13 @@ CPU_ARGS = {
     # its thread would signal the fork server; the harness has its own limit
     "watchdog_timeout": 86400,
 }
+# decode in CUDA graphs; prefill graphs take long to capture
+GPU_ARGS = {
+    **{k: v for k, v in CPU_ARGS.items() if not k.startswith(("device", "cuda_graph"))},
+    "dtype": "bfloat16",
+    "disable_prefill_cuda_graph": True,
+    "mem_fraction_static": 0.5,
+}
 
 
 class _StopBeforeProcesses(BaseException):
@@ -44,7 +51,7 @@ def command_line(server_args: dict[str, Any]) -> list[str]:
     return argv
 
 
-def resolve(model_path: str, server_args: dict[str, Any], instance_id: str):
+def resolve(model_path: str, server_args: dict[str, Any], instance_id: str, gpu: bool):
     """Plugins, command line, resolution and checks of the launcher -> (ServerArgs, PortArgs)."""
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.plugins import load_plugins
@@ -56,7 +63,8 @@ def resolve(model_path: str, server_args: dict[str, Any], instance_id: str):
             raise _StopBeforeProcesses(server_args, port_args)
 
     load_plugins()
-    args = prepare_server_args(command_line({"model_path": model_path, **CPU_ARGS, **server_args}))
+    defaults = {"model_path": model_path, **(GPU_ARGS if gpu else CPU_ARGS)}
+    args = prepare_server_args(command_line({**defaults, **server_args}))
     try:
         Launcher._launch_subprocesses(
             server_args=args,

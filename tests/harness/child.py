@@ -77,7 +77,9 @@ def _run(scenario: Scenario, stage: list[str], writer) -> Result:
     torch.set_num_threads(scenario.threads)
     started = time.monotonic()
     stage[0] = "arguments"
-    args, ports = boot.resolve(scenario.model_path, scenario.server_args, scenario.name)
+    args, ports = boot.resolve(
+        scenario.model_path, scenario.server_args, scenario.name, scenario.gpu
+    )
     stage[0] = "build"
     scheduler = boot.build_scheduler(args, ports)
     booted = time.monotonic()

@@ -22,6 +22,8 @@ BASE_ENV = {
     # threads that wait must not spin: the test process and other jobs want the cores
     "OMP_WAIT_POLICY": "passive",
 }
+# what keeps SGLang off a GPU
+CPU_ONLY = ("TANGRAM_CPU_PLATFORM", "CUDA_VISIBLE_DEVICES")
 # loading SGLang in the fork server; arguments, model and scheduler of one child
 LOAD_TIMEOUT_S, BOOT_TIMEOUT_S = 300, 180
 # what an error message shows of the child's log
@@ -54,19 +56,25 @@ def load_sglang() -> float:
     return seconds
 
 
-def child_env(env):
+def base_env(gpu: bool) -> dict[str, str]:
+    return {k: v for k, v in BASE_ENV.items() if not (gpu and k in CPU_ONLY)}
+
+
+def child_env(env, gpu=False):
     """Over the environment of the fork server, which holds nothing of TANGRAM_* and SGLANG_*."""
     ours = {k: v for k, v in os.environ.items() if k.startswith(("TANGRAM_", "SGLANG_"))}
-    return {**BASE_ENV, **ours, **(env or {})}
+    if gpu:
+        ours.pop("TANGRAM_CPU_PLATFORM", None)
+    return {**base_env(gpu), **ours, **(env or {})}
 
 
-def run_child(job, name, log_path, env, timeout_s, fresh) -> bytes:
+def run_child(job, name, log_path, env, timeout_s, fresh, gpu=False) -> bytes:
     context = multiprocessing.get_context("spawn" if fresh else "forkserver")
     reader, writer = context.Pipe(duplex=False)
     process = context.Process(
         target=child.main, args=(job, name, log_path, env, writer), name=name, daemon=True
     )
-    with _start_environment():
+    with _start_environment(gpu):
         process.start()
     writer.close()
     try:
@@ -104,13 +112,13 @@ def _died(process, log_path):
 
 
 @contextlib.contextmanager
-def _start_environment():
+def _start_environment(gpu=False):
     """What the fork server, or a fresh interpreter, inherits; this process's own is put back."""
     before = dict(os.environ)
     paths = [str(ROOT), *filter(None, before.get("PYTHONPATH", "").split(os.pathsep))]
     for key in [k for k in before if k.startswith(("TANGRAM_", "SGLANG_"))]:
         del os.environ[key]
-    os.environ.update(BASE_ENV, PYTHONPATH=os.pathsep.join(dict.fromkeys(paths)))
+    os.environ.update(base_env(gpu), PYTHONPATH=os.pathsep.join(dict.fromkeys(paths)))
     os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
     try:
         yield

@@ -30,10 +30,11 @@ def run_scenario(
     idle_check: bool = True,
     threads: int = 1,
     fresh: bool = False,
+    gpu: bool = False,
 ) -> Result:
     """Run ``requests`` through a Scheduler of its own and return what it sent.
 
-    server_args: ServerArgs fields over boot.CPU_ARGS. env: over this process's TANGRAM_* and
+    server_args: ServerArgs fields over boot.CPU_ARGS or, with gpu, GPU_ARGS. env: over this process's TANGRAM_* and
     SGLANG_* and BASE_ENV; None removes one. on_step(control): before every loop iteration.
     script(control): a generator, advanced before every iteration; the loop goes on until it ends.
     collect(scheduler): after the last iteration; its value comes back as ``Result.collected``.
@@ -41,8 +42,10 @@ def run_scenario(
     timeout_s: for the event loop and collect; starting has a limit of its own.
     threads: of torch; on a shared machine 2 are 20 times slower than 1 for a tiny model.
     fresh: a new interpreter instead of a fork, for what SGLang reads while it is imported; +12 s.
+    gpu: on the GPU, always in a new interpreter: CUDA does not survive a fork.
     Raises ScenarioFailed, ScenarioDied or ScenarioTimeout.
     """
+    fresh = fresh or gpu
     if not fresh:
         load_sglang()
     started = time.monotonic()
@@ -61,11 +64,12 @@ def run_scenario(
         idle_check=idle_check,
         threads=threads,
         scratch=scratch,
+        gpu=gpu,
     )
     log_path = os.path.join(scratch, "log")
     try:
         payload = run_child(
-            pickle.dumps(scenario), name, log_path, child_env(env), timeout_s, fresh
+            pickle.dumps(scenario), name, log_path, child_env(env, gpu), timeout_s, fresh, gpu
         )
         log = Path(log_path).read_text(errors="replace")
     finally:

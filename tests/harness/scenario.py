@@ -107,6 +107,7 @@ class Scenario:
     idle_check: bool
     threads: int
     scratch: str
+    gpu: bool
 
 
 class ScenarioError(RuntimeError):

@@ -9,7 +9,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import nn
 
-from tangram_sglang.backend import split_dispatch
+from tangram_sglang.backend import split_dispatch, splitter
 from tangram_sglang.backend.attention import TangramAttentionBackend
 from tangram_sglang.backend.cuda_attention import TangramCudaBackend
 from tangram_sglang.backend.kv_pool import TangramKVPool
@@ -21,6 +21,7 @@ from tangram_sglang.plan.window import WindowRule
 from tangram_sglang.score import create_scorer
 
 LAYERS, Q_HEADS, HEADS, DIM = 2, 4, 2, 16
+GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where the GPU backend runs
 RULE = WindowRule(16, 8, 4, 2)
 
 
@@ -40,6 +41,7 @@ class Side:
             grouping="global",
             max_tokens=200,
         )
+        self.device = GPU if backend is TangramCudaBackend else "cpu"
         plan = ServingPlan("test", 0.5, "keydiff", create_scorer("keydiff"), None, layout, "none")
         self.pool = TangramKVPool(
             plan,
@@ -48,7 +50,7 @@ class Side:
             num_spare=spare,
             max_rows=3,
             dtype=torch.float32,
-            device="cpu",
+            device=self.device,
             layer_num=LAYERS,
             enable_memory_saver=False,
         )
@@ -58,7 +60,7 @@ class Side:
         layers = [RadixAttention(Q_HEADS, DIM, DIM**-0.5, HEADS, i) for i in range(LAYERS)]
         model = nn.ModuleList(layers)
         runner = SimpleNamespace(
-            device="cpu", req_to_token_pool=None, token_to_kv_pool=self.pool, model=model
+            device=self.device, req_to_token_pool=None, token_to_kv_pool=self.pool, model=model
         )
         self.layers = layers
         self.backend = backend(runner)
@@ -70,20 +72,23 @@ class Side:
         batch = SimpleNamespace(
             forward_mode=ForwardMode.DECODE if decode else ForwardMode.EXTEND,
             batch_size=len(targets),
-            req_pool_indices=torch.tensor([row for row, _ in targets]),
-            seq_lens=torch.tensor([n for _, n in targets]),
+            req_pool_indices=torch.tensor([row for row, _ in targets], device=self.device),
+            seq_lens=torch.tensor([n for _, n in targets], device=self.device),
             extend_prefix_lens_cpu=before,
             positions=None,
         )
         self.backend.init_forward_metadata(batch)
         run = self.backend.forward_decode if decode else self.backend.forward_extend
-        return [run(*x, layer, batch) for x, layer in zip(qkv, self.layers, strict=True)]
+        qkv = [[x.to(self.device) for x in layer] for layer in qkv]
+        found = [run(*x, layer, batch) for x, layer in zip(qkv, self.layers, strict=True)]
+        return [x.cpu() for x in found]
 
 
 @pytest.fixture
 def sides(monkeypatch):
-    # the occupancy of a kernel is a GPU's
-    monkeypatch.setattr(split_dispatch, "resident_programs", lambda *a, **k: 6)
+    if GPU == "cpu":
+        # the occupancy of a kernel is a GPU's
+        monkeypatch.setattr(split_dispatch, "resident_programs", lambda *a, **k: 6)
 
     def make(pages):
         spare = Side(TangramAttentionBackend, 400, 0).pool.plan.layout
@@ -108,9 +113,13 @@ STEPS = [
 ]
 
 
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("scarce", [False, True], ids=["roomy", "scarce"])
-def test_prefill_chunks_and_decode_equal_the_cpu_backend(sides, scarce):
+def test_prefill_chunks_and_decode_equal_the_cpu_backend(sides, monkeypatch, scarce, split):
     """In a pool of just the pages that are held, a step hands out some that it still reads."""
+    if split:
+        # as for a short message in a long conversation
+        monkeypatch.setattr(splitter, "split_counts", lambda *a: (2, 1))
     cpu, gpu = sides(400)
     if scarce:
         layout = cpu.pool.plan.layout
@@ -129,6 +138,7 @@ def test_prefill_chunks_and_decode_equal_the_cpu_backend(sides, scarce):
         for a, b in zip(expected, found, strict=True):
             assert torch.allclose(a, b, atol=1e-5)
     assert (copied > 0) == scarce
+    assert gpu.pool.rows.tally.compression_s > 0
 
 
 def test_a_larger_batch_leaves_captured_graphs_their_workspace(sides):

@@ -1,0 +1,52 @@
+"""Compiles every kernel before the first request, which would wait 10 s or more for each.
+
+The steps run on row 0 of the page table, which names page 0 only: nobody's row, nobody's page.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from tangram_sglang.plan.layout import KVLayout
+from tangram_sglang.pool.rows import Step
+
+# a short message at the end of the longest request
+FEW = 8
+
+
+def warm_up(backend, model: torch.nn.Module) -> None:
+    """Run a prefill that seals a window, and one of few tokens after many, in each kind of layer."""
+    pool, layout = backend.token_to_kv_pool, backend.token_to_kv_pool.plan.layout
+    rule, most = layout.rule, layout.max_tokens
+    batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND, positions=None)
+    spans = [(0, min(rule.window + rule.recent + 1, most)), (max(0, most - FEW), most)]
+    for n0, n1 in spans:
+        backend.start_prefill([_step(layout, n0, n1)])
+        for layer in _one_of_each(model):
+            q, k, v = (
+                torch.zeros(n1 - n0, heads * layer.head_dim, dtype=pool.dtype, device=pool.device)
+                for heads in (layer.tp_q_head_num, layer.tp_k_head_num, layer.tp_k_head_num)
+            )
+            backend.forward_extend(q, k, v, layer, batch)
+
+
+def _step(layout: KVLayout, n0: int, n1: int) -> Step:
+    """A step of row 0 behind ``n0`` tokens, all of whose pages are page 0."""
+    tail = []
+    for kind in layout.kinds:
+        start = layout.tail_start(kind.sliding_window, n0)
+        pages = layout.rule.pages(n0) - start // layout.rule.page
+        tail.append(np.zeros((kind.end - kind.first, pages), dtype=np.int32))
+    return Step(0, n0, n1, layout.rule.sealed(n0), layout.rule.sealed(n1), 0, tuple(tail))
+
+
+def _one_of_each(model: torch.nn.Module) -> list[RadixAttention]:
+    """The first layer of each kind."""
+    found = {}
+    for layer in model.modules():
+        if isinstance(layer, RadixAttention):
+            found.setdefault(layer.sliding_window_size, layer)
+    return list(found.values())
