@@ -104,6 +104,21 @@ def test_a_tight_pool_and_overlap_change_no_token(llama):
     assert_same_but_ties(tight, roomy, tie=5 * TIE)
 
 
+def test_a_prefix_hit_changes_no_token(llama):
+    """A second turn behind cached windows and a raw tail, and the same without a prefix cache."""
+    turns = [
+        Req(random_tokens(150, seed=1), 40, rid="t0-", logprobs=True, top_logprobs=2),
+        Req(random_tokens(25, seed=2), 40, rid="t1-", after="t0-", continues=True,
+            logprobs=True, top_logprobs=2),
+    ]  # fmt: skip
+    cached = on_gpu(llama[1], turns, overlap=True)
+    assert cached["t1-"].cached_tokens >= 176
+    again = Req(cached["t1-"].prompt_ids, 40, rid="t1-", logprobs=True, top_logprobs=2)
+    cold = on_gpu(llama[1], [again], disable_radix_cache=True)
+    assert cold["t1-"].cached_tokens == 0
+    assert_same_but_ties(cached, cold, tie=5 * TIE)
+
+
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gemma3], ids=["llama", "gemma3"])
 def test_uncompressed_logprobs_equal_hugging_face(tmp_path, make):
     """G1, G3: sliding windows of 8 tokens, prompts and answers of many windows."""
