@@ -5,6 +5,7 @@ backend, prefix cache. ``kvc`` is its KVCacheConfigurator, the one object all of
 see; it takes no attributes, so the plan is built at the first question and rides on the model.
 """
 
+from functools import partial
 from typing import Any
 
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, MemoryPoolConfigurator
@@ -13,6 +14,7 @@ from sglang.srt.utils.common import get_available_gpu_memory
 from tangram_sglang.backend.kv_pool import TangramKVPool
 from tangram_sglang.backend.model_shape import model_shape
 from tangram_sglang.backend.req_pool import TangramReqToTokenPool
+from tangram_sglang.backend.rope import rotary_frequencies
 from tangram_sglang.errors import TangramError
 from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.serving import ServingPlan, serving_plan
@@ -34,6 +36,7 @@ def plan_of(kvc: Any) -> ServingPlan:
             model_shape(kvc.model),
             kvc.model_config.context_len,
             kvc.device,
+            partial(rotary_frequencies, kvc.model),
         )
     return plan
 
@@ -105,10 +108,14 @@ def build_kv_pool(kvc: Any, max_tokens: int, req_pool: TangramReqToTokenPool) ->
 def startup_line(pool: TangramKVPool) -> str:
     """One line that says what is in force, with figures as held and not as asked."""
     plan, layout, rule = pool.plan, pool.plan.layout, pool.plan.layout.rule
+    queries = layout.queries
+    query_bytes = queries.pages * layout.page_bytes(pool.dtype.itemsize)
+    held = f"queries={queries.tokens} a window, {query_bytes} bytes each of up to {queries.slots} "
     return (
         f"tangram: plan={plan.name} scorer={plan.scorer_name} retention asked={plan.retention:.4f} "
         f"held={layout.retention_held:.4f} groups={len(layout.groups)}x{layout.per_group} heads "
         f"window={rule.window} recent={rule.recent} page={rule.page} sinks={rule.sinks} "
+        f"{held if queries.tokens else ''}"
         f"capacity={pool.size} true tokens in {pool.ledger.num_pages} pages, "
         f"{pool.get_kv_size_bytes()} bytes"
     )
