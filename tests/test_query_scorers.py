@@ -9,7 +9,7 @@ from tests.probes import watch
 from tests.reference.layout import layout_for
 from tests.reference.run import CompressedRun
 from tests.reference.scorers import SCORERS, Asked, select
-from tests.reference.tiny import random_tokens, save, tiny_llama, tiny_qwen3
+from tests.reference.tiny import random_tokens, save, tiny_gemma3, tiny_llama, tiny_qwen3
 from tests.serving import TINY_ENV, assert_reserved_exactly, assert_same_kept, serve
 
 pytestmark = pytest.mark.server
@@ -112,6 +112,8 @@ def test_queries_are_paid_for_in_a_tight_pool(served):
     env = {**env, "TANGRAM_SCORER": "snapkv", "TANGRAM_POOL_BYTES": "300000"}
     chat = [Req(random_tokens(150, seed=i), 60, rid=f"r{i}-") for i in range(6)]
     roomy = serve(folder, chat, env={**env, "TANGRAM_POOL_BYTES": "20000000"})
+    # 6 heads of 2 layers with 2 query heads each, 8 queries a window, in pages of 32 vectors of 64 bytes
+    assert "queries=8 a window (up to 6144 bytes a request)" in roomy.log
     tight = serve(folder, chat, env=env, overlap=True)
     print(f"{tight.collected['capacity']} tokens, {len(tight.retractions)} retractions")
     assert tight.collected["capacity"] < sum(len(r.input_ids) + 60 for r in chat)
@@ -119,25 +121,30 @@ def test_queries_are_paid_for_in_a_tight_pool(served):
     assert_reserved_exactly(tight)
 
 
-def test_a_scorer_sees_queries_and_keys_behind_their_norm(tmp_path):
-    """H13 (NVIDIA/kvpress#275): Qwen3, where the weights of both norms are 3."""
+@pytest.mark.parametrize(
+    ("make", "scorer"),
+    [(tiny_qwen3, "snapkv"), (tiny_gemma3, "expected_attention_local")],
+    ids=["qwen3", "gemma3"],
+)
+def test_a_scorer_sees_queries_and_keys_behind_their_norm(tmp_path, make, scorer):
+    """H13 (NVIDIA/kvpress#275): Qwen3, where the weights of both norms are 3, and Gemma 3."""
     torch.set_num_threads(1)
-    model = tiny_qwen3(seed=2)
-    folder = save(model, tmp_path / "qwen3")
+    model = make(seed=2)
+    folder = save(model, tmp_path / "model")
     prompt = random_tokens(150, seed=3)
-    env = {**TINY_ENV, "TANGRAM_RETENTION": "0.4", "TANGRAM_SCORER": "snapkv"}
+    env = {**TINY_ENV, "TANGRAM_RETENTION": "0.4", "TANGRAM_SCORER": scorer}
     result = serve(folder, [Req(prompt, 40, rid="a")], env=env, chunked_prefill_size=50)
-    layout, reference = reference_of(model, "snapkv")
+    layout, reference = reference_of(model, scorer)
     assert result["a"].output_ids == reference.greedy(prompt, 40)
     kept = {key: p for key, p in reference.kept.items() if key[2] < layout.rule.sealed(189)}
     assert_same_kept(result.collected["kept"]["a"], kept)
-    # without the weights other tokens would have been chosen
+    # without weights of 3 other tokens would have been chosen
     forgotten = 0
     for (layer, head, j), positions in kept.items():
         k, v = (x[layer][head, j * W : (j + 1) * W] for x in (reference._k, reference._v))
         q, *rest = reference._asked(layer, head, j * W, (j + 1) * W)
         sinks = layout.rule.sinks if j == 0 else 0
-        scores = SCORERS["snapkv"](k / 3, v, j * W, sinks, 0, None, Asked(q / 3, *rest))
+        scores = SCORERS[scorer](k / 3, v, j * W, sinks, 0, None, Asked(q / 3, *rest))
         forgotten += select(scores, len(positions), sinks) != [p - j * W for p in positions]
     assert forgotten > len(kept) / 2
 

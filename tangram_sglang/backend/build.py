@@ -108,14 +108,15 @@ def build_kv_pool(kvc: Any, max_tokens: int, req_pool: TangramReqToTokenPool) ->
 def startup_line(pool: TangramKVPool) -> str:
     """One line that says what is in force, with figures as held and not as asked."""
     plan, layout, rule = pool.plan, pool.plan.layout, pool.plan.layout.rule
-    queries = layout.queries
-    query_bytes = queries.pages * layout.page_bytes(pool.dtype.itemsize)
-    held = f"queries={queries.tokens} a window, {query_bytes} bytes each of up to {queries.slots} "
+    queries, held = layout.queries, ""
+    if queries.tokens:
+        most = queries.slots * queries.pages * layout.page_bytes(pool.dtype.itemsize)
+        held = f"queries={queries.tokens} a window (up to {most} bytes a request) "
     return (
         f"tangram: plan={plan.name} scorer={plan.scorer_name} retention asked={plan.retention:.4f} "
         f"held={layout.retention_held:.4f} groups={len(layout.groups)}x{layout.per_group} heads "
         f"window={rule.window} recent={rule.recent} page={rule.page} sinks={rule.sinks} "
-        f"{held if queries.tokens else ''}"
+        f"{held}"
         f"capacity={pool.size} true tokens in {pool.ledger.num_pages} pages, "
         f"{pool.get_kv_size_bytes()} bytes"
     )
