@@ -175,6 +175,7 @@ def test_log_probabilities_equal_the_reference_within_1e_4(llama):
 
 
 def test_a_text_shorter_than_a_window_is_not_compressed(llama):
+    """H1 (NVIDIA/kvpress PR#264): 1, 2, 3 tokens and around a window, at the least retention."""
     model, folder = llama
     for length in (1, 2, 3, 31, 32, 33):
         prompt = random_tokens(length, seed=length)
