@@ -64,6 +64,11 @@ class Observer:
                 raise TangramError(
                     f"profile {name!r} needs query statistics, which exist only after a first run"
                 )
+            if missing := scorer.needs & {"q_window", "rope"}:
+                raise TangramError(
+                    f"profile {name!r} needs {', '.join(sorted(missing))}, which observing does not "
+                    "hand over yet; choose a profile that reads K and V only, such as keydiff"
+                )
         # scores of the windows of this pass, one list a layer, in the order of the calls
         self._scores: dict[int, list[dict[str, np.ndarray]]] = {x.layer_id: [] for x in layers}
         self._written = 0

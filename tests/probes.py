@@ -102,7 +102,9 @@ def _watch_returns(control, pool) -> None:
             first = max(first, state.cached_tokens if kind.sliding_window is None else 0)
             gone = min(end // layout.rule.page, layout.rule.pages(n0)) - first // layout.rule.page
             total += max(0, gone) * (kind.end - kind.first)
-        return total
+        s0, s1 = (layout.rule.sealed(n, state.floor) for n in (n0, n1))
+        begun = layout.queries.begun(layout.rule, n0)
+        return total + max(0, min(s1, begun) - s0) * layout.queries.pages
 
     def counting_advance(targets):
         pool.test_returned["explained"] += sum(explained(row, n1) for row, n1 in targets)

@@ -57,6 +57,16 @@ CASES = [
     Case("keydiff", prompt=112),
     # every group at its least, one page
     Case("keydiff", retention=0.01),
+    Case("knorm"),
+    # queries of a window's end: from one chunk, from several, from decoded tokens
+    Case("snapkv"),
+    Case("snapkv", chunk=257, group_heads=3),
+    Case("snapkv", chunk=2048, recent=0),
+    Case("snapkv", chunk=1, prompt=70),
+    # and of several windows that wait to be sealed
+    Case("snapkv", chunk=37, window=16, recent=40),
+    Case("tova", chunk=64, recent=32),
+    Case("expected_attention_local", chunk=50),
 ]
 
 
@@ -165,6 +175,7 @@ def test_log_probabilities_equal_the_reference_within_1e_4(llama):
 
 
 def test_a_text_shorter_than_a_window_is_not_compressed(llama):
+    """H1 (NVIDIA/kvpress PR#264): 1, 2, 3 tokens and around a window, at the least retention."""
     model, folder = llama
     for length in (1, 2, 3, 31, 32, 33):
         prompt = random_tokens(length, seed=length)

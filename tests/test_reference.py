@@ -1,5 +1,6 @@
 """The reference itself: that it is the model at retention 1.0, and design section 3 below that."""
 
+import dataclasses
 import json
 from collections import Counter
 
@@ -11,7 +12,7 @@ from tangram_sglang.kernels.select_reference import select_reference
 from tangram_sglang.score import QueryStats, Window, create_scorer
 from tests.reference import CompressedRun, layout_for
 from tests.reference.model import sliding_window
-from tests.reference.scorers import SCORERS, select
+from tests.reference.scorers import SCORERS, Asked, select
 from tests.reference.tiny import (
     BOS,
     EOS,
@@ -117,8 +118,15 @@ def test_one_pass_with_masks_written_from_the_kept_sets(model, scorer):
         start, sinks = j * W, SINKS if j == 0 else 0
         index = torch.tensor([heads.index((layer, head))])
         k, v = (x[:, head, start : start + W] for x in (cache[layer].keys, cache[layer].values))
-        window = Window(k, v, start, index, sinks, stats.select(index))
-        theirs = create_scorer(scorer).score(window)
+        theirs = create_scorer(scorer)
+        q, scaling, inv_freq = run._asked(layer, head, start, start + W)
+        if "q_window" in theirs.needs:
+            q = q[:, -theirs.q_window(W) :]
+        window = Window(
+            k, v, start, index, sinks, stats.select(index),
+            q[None], torch.tensor([scaling]), inv_freq[None],
+        )  # fmt: skip
+        theirs = theirs.score(window)
         scores = run.scores[layer, head, j]
         torch.testing.assert_close(scores[sinks:], theirs[0, sinks:], atol=1e-5, rtol=1e-5)
         assert kept == (select_reference(scores[None], len(kept), sinks)[0] + start).tolist()
@@ -283,15 +291,30 @@ def _stats(rotary_dim, heads=3, ratio=3, dim=16, rank=2, seed=5):
         pytest.param("random", None, id="random"),
         pytest.param("expected_attention", _stats(16), id="expected_attention-rotary16"),
         pytest.param("expected_attention", _stats(6), id="expected_attention-rotary6"),
+        pytest.param(
+            "expected_attention_local", _stats(16), id="expected_attention_local-rotary16"
+        ),
+        pytest.param("expected_attention_local", _stats(6), id="expected_attention_local-rotary6"),
+        pytest.param("knorm", None, id="knorm"),
+        pytest.param("snapkv", _stats(16), id="snapkv"),
+        pytest.param("tova", _stats(16), id="tova"),
     ],
 )
 def test_scorers_agree_with_the_package(name, stats, start, sinks):
-    window = _window(start=start, sinks=sinks, stats=stats)
-    theirs = create_scorer(name).score(window)
+    window, scorer = _window(start=start, sinks=sinks, stats=stats), create_scorer(name)
+    q = torch.randn(3, 2, 37, 16, generator=torch.Generator().manual_seed(1))
+    if stats is not None:
+        window = dataclasses.replace(window, scaling=stats.scaling, inv_freq=stats.inv_freq)
+    if "q_window" in scorer.needs:
+        window = dataclasses.replace(window, q=q[:, :, -scorer.q_window(37) :])
+    theirs = scorer.score(window)
     assert theirs.std(dim=1).min() > 1e-3
     for head in range(3):
         k, v = window.k[head], window.v[head]
-        mine = SCORERS[name](k, v, start, sinks, head, stats)
+        asked = None
+        if stats is not None:
+            asked = Asked(q[head], float(stats.scaling[head]), stats.inv_freq[head])
+        mine = SCORERS[name](k, v, start, sinks, head, stats, asked)
         assert mine.dtype == torch.float32
         # sinks are kept anyway; some scorers score them, some do not
         torch.testing.assert_close(mine[sinks:], theirs[head, sinks:], atol=1e-5, rtol=1e-5)

@@ -2,7 +2,7 @@
 
 A forward step runs in three parts, which makes it safe to reuse pages that the step gives back:
 
-    1. copy the raw tails that the step moves (every request of the batch)
+    1. copy the raw tails that the step moves, and the queries it needs (every request of the batch)
     2. seal the windows that a decoding request completed before this step
     3. layer by layer: seal what a prefill completes, attend, write the raw tail
 """
@@ -16,6 +16,7 @@ from tangram_sglang.backend.compressor import Compressor
 from tangram_sglang.backend.decode import DecodeRow
 from tangram_sglang.backend.heads import head_tables
 from tangram_sglang.backend.prefill import PrefillRow
+from tangram_sglang.backend.query_pages import QueryPages
 from tangram_sglang.backend.tails import Tail
 from tangram_sglang.pool.rows import Step
 
@@ -38,6 +39,7 @@ class TangramAttentionBackend(AttentionBackend):
         # on a CPU the device's table is the host's
         self.table = torch.from_numpy(self.token_to_kv_pool.rows.table)
         self.compressor = Compressor(self.token_to_kv_pool, self.table)
+        self.queries = QueryPages(self.token_to_kv_pool, self.table)
         self._batch: list[PrefillRow] | list[DecodeRow] = []
 
     def support_triton(self) -> bool:
@@ -68,8 +70,9 @@ class TangramAttentionBackend(AttentionBackend):
             if row and n0 and not step.tail and not forward_batch.forward_mode.is_decode():
                 raise RuntimeError(f"row {row} extends from token {n0} and has no tail to read")
         tails = [Tail(self.token_to_kv_pool, self.kinds, s) if s.tail else None for s in steps]
+        held = [self.queries.read(step) for step in steps]
         kind = DecodeRow if forward_batch.forward_mode.is_decode() else PrefillRow
-        self._batch = [kind(self, s, tail) for s, tail in zip(steps, tails, strict=True)]
+        self._batch = [kind(self, *row) for row in zip(steps, tails, held, strict=True)]
 
     def forward_decode(
         self,

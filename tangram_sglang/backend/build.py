@@ -5,6 +5,7 @@ backend, prefix cache. ``kvc`` is its KVCacheConfigurator, the one object all of
 see; it takes no attributes, so the plan is built at the first question and rides on the model.
 """
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from sglang.srt.utils.common import get_available_gpu_memory
 from tangram_sglang.backend.kv_pool import TangramKVPool
 from tangram_sglang.backend.model_shape import model_shape
 from tangram_sglang.backend.req_pool import TangramReqToTokenPool
+from tangram_sglang.backend.rope import rotary_frequencies
 from tangram_sglang.errors import TangramError
 from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.serving import ServingPlan, serving_plan
@@ -35,6 +37,7 @@ def plan_of(kvc: Any) -> ServingPlan:
             model_shape(kvc.model),
             kvc.model_config.context_len,
             kvc.device,
+            partial(rotary_frequencies, kvc.model),
         )
     return plan
 
@@ -74,7 +77,7 @@ class TangramPoolConfigurator(MemoryPoolConfigurator):
     def _table_bytes(self, available_bytes: int) -> int:
         """Bytes of the page table: a row per request, and the dummy row 0."""
         rows = self._kvc.resolve_max_num_reqs(self._capacity(available_bytes)) + 1
-        return rows * int(self._layout.table_offset[-1]) * np.dtype(np.int32).itemsize
+        return rows * self._layout.table_slots * np.dtype(np.int32).itemsize
 
     def calculate_pool_sizes_from_max_tokens(
         self, max_total_num_tokens: int, page_size: int
@@ -118,10 +121,15 @@ def build_kv_pool(kvc: Any, max_tokens: int, req_pool: TangramReqToTokenPool) ->
 def startup_line(pool: TangramKVPool) -> str:
     """One line that says what is in force, with figures as held and not as asked."""
     plan, layout, rule = pool.plan, pool.plan.layout, pool.plan.layout.rule
+    queries, held = layout.queries, ""
+    if queries.tokens:
+        most = queries.slots * queries.pages * layout.page_bytes(pool.dtype.itemsize)
+        held = f"queries={queries.tokens} a window (up to {most} bytes a request) "
     return (
         f"tangram: plan={plan.name} scorer={plan.scorer_name} retention asked={plan.retention:.4f} "
         f"held={layout.retention_held:.4f} groups={len(layout.groups)}x{layout.per_group} heads "
         f"window={rule.window} recent={rule.recent} page={rule.page} sinks={rule.sinks} "
+        f"{held}"
         f"capacity={pool.size} true tokens in {pool.ledger.num_pages} pages, "
         f"{pool.get_kv_size_bytes()} bytes"
     )

@@ -35,6 +35,7 @@ class Compressor:
         heads: torch.Tensor,
         groups: torch.Tensor,
         columns: torch.Tensor,
+        q: torch.Tensor | None = None,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Seal one window in some heads of full-attention layers.
 
@@ -44,12 +45,13 @@ class Compressor:
             k, v: [H, W, D], every token of the window.
             heads: [H] int64 in global head order.
             groups, columns: [H] int64, where those heads live.
+            q: [H, r, w, D], queries of the window's last w tokens, for scorers that read them.
 
         Returns:
             For heads that keep equally many: ([h] indices into ``heads``, [h, K] offsets kept).
         """
         started = time.perf_counter()
-        scores = self._scores(window, k, v, heads)
+        scores = self._scores(window, k, v, heads, q)
         sinks = self._sinks(window)
         kept = []
         for count, mine in alike(self._layout, groups):
@@ -65,19 +67,15 @@ class Compressor:
         self._pool.rows.tally.compressed(time.perf_counter() - started)
         return kept
 
-    def _scores(self, window, k, v, heads) -> torch.Tensor | None:
-        if self._plan.scorer is None:
+    def _scores(self, window, k, v, heads, q) -> torch.Tensor | None:
+        plan, start = self._plan, window * self._layout.rule.window
+        if plan.scorer is None:
             return None
-        stats = self._plan.query_stats
-        return self._plan.scorer.score(
-            Window(
-                k,
-                v,
-                window * self._layout.rule.window,
-                heads,
-                self._sinks(window),
-                None if stats is None else stats.select(heads),
-            )
+        stats = None if plan.query_stats is None else plan.query_stats.select(heads)
+        scaling = None if q is None else plan.scaling[heads]
+        inv_freq = None if plan.inv_freq is None else plan.inv_freq[heads]
+        return plan.scorer.score(
+            Window(k, v, start, heads, self._sinks(window), stats, q, scaling, inv_freq)
         )
 
     def _sinks(self, window: int) -> int:

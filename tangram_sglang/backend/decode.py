@@ -22,16 +22,23 @@ class DecodeRow:
         backend: pool, tables and compressor.
         step: what the step does to the row.
         tail: raw tail before the step, where a window is to be sealed.
+        queries: that window's, where the scorer reads them.
     """
 
     tokens = 1
 
-    def __init__(self, backend: TangramAttentionBackend, step: Step, tail: Tail | None):
-        self._backend = backend
+    def __init__(
+        self,
+        backend: TangramAttentionBackend,
+        step: Step,
+        tail: Tail | None,
+        queries: list[torch.Tensor],
+    ):
+        self._backend, self._step = backend, step
         self._layout = layout = backend.token_to_kv_pool.plan.layout
         table = backend.table[step.row]
         if tail is not None:
-            self._seal(step, tail)
+            self._seal(step, tail, *queries)
         self._rows, self._lengths = [], []
         for heads in backend.kinds:
             start = layout.tail_start(heads.kind.sliding_window, step.n1, step.floor)
@@ -67,14 +74,18 @@ class DecodeRow:
             # the tail starts on a page border, a few tokens before the window does
             seen = min(heads.kind.sliding_window, rows.shape[1])
             rows, lengths = rows[:, -seen:], lengths.clamp(max=seen)
+        else:
+            backend.queries.write(
+                self._step, mine.first, q.view(1, len(mine.groups), -1, q.shape[-1])
+            )
         return decode_reference(q[0], pool, rows, lengths, page, layer.scaling)[None]
 
-    def _seal(self, step: Step, tail: Tail) -> None:
+    def _seal(self, step: Step, tail: Tail, q: torch.Tensor | None = None) -> None:
         window = self._layout.rule.window
         for i, heads in enumerate(self._backend.kinds):
             if heads.kind.sliding_window is None:
                 everyone = torch.arange(len(heads.groups), device=heads.groups.device)
                 k, v = tail.k[i][:, :window], tail.v[i][:, :window]
                 self._backend.compressor.seal(
-                    step.row, step.s0, k, v, everyone, heads.groups, heads.columns
+                    step.row, step.s0, k, v, everyone, heads.groups, heads.columns, q
                 )

@@ -23,15 +23,23 @@ class PrefillRow:
         backend: pool, tables and compressor.
         step: what the step does to the row.
         tail: raw tail before the step; None for a row that nobody opened (a warm-up batch).
+        queries: of the windows that the step seals and found begun, where the scorer reads them.
     """
 
-    def __init__(self, backend: TangramAttentionBackend, step: Step, tail: Tail | None):
+    def __init__(
+        self,
+        backend: TangramAttentionBackend,
+        step: Step,
+        tail: Tail | None,
+        queries: list[torch.Tensor],
+    ):
         self._backend = backend
         self._pool = backend.token_to_kv_pool
         self._layout = self._pool.plan.layout
         self._table = backend.table[step.row]
         self._step = step
         self._tail = tail
+        self._queries = queries
         self.tokens = step.n1 - step.n0
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer) -> torch.Tensor:
@@ -45,14 +53,15 @@ class PrefillRow:
             raw_k, raw_v = torch.cat([old_k, raw_k], 1), torch.cat([old_v, raw_v], 1)
         q = q.view(len(q), len(mine.groups), -1, q.shape[-1]).permute(1, 2, 0, 3)
         if kind.sliding_window is None:
-            self._seal(layer.layer_id, mine, raw_k, raw_v, raw_start)
+            self._seal(layer.layer_id, mine, q, raw_k, raw_v, raw_start)
             out = self._full(q, mine, raw_k, raw_v, raw_start, layer.scaling)
+            self._backend.queries.write(self._step, mine.first, q.permute(2, 0, 1, 3))
         else:
             out = sliding_reference(q, raw_k, raw_v, kind.sliding_window, layer.scaling)
         self._write(mine, kind, k, v)
         return out.permute(2, 0, 1, 3).flatten(1, 2)
 
-    def _seal(self, layer_id: int, mine: LayerHeads, raw_k, raw_v, raw_start: int) -> None:
+    def _seal(self, layer_id: int, mine: LayerHeads, q, raw_k, raw_v, raw_start: int) -> None:
         size = self._layout.rule.window
         heads = mine.first + torch.arange(len(mine.groups), device=raw_k.device)
         for window in range(self._step.s0, self._step.s1):
@@ -61,8 +70,28 @@ class PrefillRow:
             if self._backend.observer is not None:
                 self._backend.observer.window(layer_id, window * size, k, v)
             self._backend.compressor.seal(
-                self._step.row, window, k, v, heads, mine.groups, mine.columns
+                self._step.row,
+                window,
+                k,
+                v,
+                heads,
+                mine.groups,
+                mine.columns,
+                self._last_queries(mine, q, window),
             )
+
+    def _last_queries(self, mine: LayerHeads, q: torch.Tensor, window: int) -> torch.Tensor | None:
+        """[H, r, w, D] of the last tokens of a window: from earlier steps, then of this one."""
+        count = self._layout.queries.tokens
+        if not count:
+            return None
+        end = (window + 1) * self._layout.rule.window - self._step.n0
+        fresh = q[:, :, max(0, end - count) : max(0, end)]
+        if fresh.shape[2] == count:
+            return fresh
+        heads = slice(mine.first, mine.first + len(mine.groups))
+        held = self._queries[window - self._step.s0][heads]
+        return torch.cat([held[:, :, : count - fresh.shape[2]], fresh], dim=2)
 
     def _full(self, q, mine: LayerHeads, raw_k, raw_v, raw_start, scaling) -> torch.Tensor:
         out = torch.empty_like(q)

@@ -87,5 +87,6 @@ def _angles(row: torch.Tensor) -> torch.Tensor:
 def _refusal(layer: int, reason: str) -> TangramError:
     return TangramError(
         f"layer {layer}: {reason}; tangram cannot undo its rotation, so the model can be served "
-        "with scorer keydiff but not calibrated for expected_attention"
+        "with scorer keydiff but not calibrated for expected_attention or served with a scorer that "
+        "needs rope"
     )

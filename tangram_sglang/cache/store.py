@@ -20,7 +20,8 @@ class PrefixStore:
     def __init__(self, rows: Rows):
         self._rows = rows
         self._layout = rows.layout
-        self.trie = WindowTrie(rows.layout.rule, rows.ledger.give)
+        rule = rows.layout.rule
+        self.trie = WindowTrie(rule, rows.ledger.give, rows.layout.queries.reusable(rule))
         rows.evict = self.evict
 
     def evict(self, pages: int) -> int:

@@ -19,11 +19,13 @@ class WindowTrie:
 
     Args:
         rule: windows, recent tokens and pages.
+        most_raw: raw tokens behind the windows of a match, at most; whole pages.
         release: called with (pages, owner id) when a node goes.
     """
 
-    def __init__(self, rule: WindowRule, release: Callable[[np.ndarray, int], None]):
+    def __init__(self, rule: WindowRule, release: Callable[[np.ndarray, int], None], most_raw: int):
         self._rule = rule
+        self._most_raw = most_raw
         self._release = release
         self._clock = 0
         self._next_id = -1
@@ -173,7 +175,7 @@ class WindowTrie:
         tail, passed = [], []
         page, size = self._rule.page, self._rule.window
         per_window = size // page
-        for i in range((size + self._rule.recent) // page):
+        for i in range(self._most_raw // page):
             if i % per_window:
                 node = tail[-1]
             elif count + i // per_window < len(spine):

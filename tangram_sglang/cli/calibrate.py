@@ -135,6 +135,11 @@ def _check(arguments: argparse.Namespace) -> None:
     if not 0.0 <= arguments.alpha < float("inf"):
         raise TangramError(f"--alpha {arguments.alpha}: expected a number of at least 0")
     for name in arguments.budgets_from:
+        if missing := create_scorer(name).needs - {"query_stats"}:
+            raise TangramError(
+                f"--budgets-from {name}: it needs {', '.join(sorted(missing))}, which calibration does "
+                "not hand over yet; choose one that reads K and V only, such as keydiff"
+            )
         if "query_stats" in create_scorer(name).needs:
             raise TangramError(
                 f"--budgets-from {name}: it needs query statistics, which this command makes; "

@@ -5,7 +5,7 @@ held pages. Nothing here knows of requests, devices or SGLang.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from tangram_sglang.errors import TangramError
 from tangram_sglang.plan.counts import kept_counts
 from tangram_sglang.plan.grouping import Head, group_heads
+from tangram_sglang.plan.queries import NO_QUERIES, QueryRule
 from tangram_sglang.plan.shape import ModelShape
 from tangram_sglang.plan.window import WindowRule
 
@@ -53,7 +54,8 @@ class KVLayout:
     """Groups of one rank, full-attention groups first.
 
     A row of the page table is, group by group, ``[sealed pages | ring of tail pages]``; the page
-    of tail token t stands at ring slot ``(t // P) % ring``.
+    of tail token t stands at ring slot ``(t // P) % ring``. Behind the groups come the pages of
+    queries, window j in slot ``j % slots``.
     """
 
     rule: WindowRule
@@ -61,6 +63,7 @@ class KVLayout:
     per_group: int
     head_dim: int
     max_tokens: int
+    queries: QueryRule = NO_QUERIES
 
     @classmethod
     def build(
@@ -99,6 +102,11 @@ class KVLayout:
             cut = group_heads(sliding, [1.0] * len(sliding), per_group, "global")
             groups += [Group(group, 0, window) for group in cut]
         return cls(rule, tuple(groups), per_group, shape.head_dim, max_tokens)
+
+    def with_queries(self, shape: ModelShape, tokens: int) -> "KVLayout":
+        """The same for a scorer that reads the queries of a window's last ``tokens`` tokens."""
+        page_rows = 2 * self.rule.page * self.per_group
+        return replace(self, queries=QueryRule.build(shape, self.rule, tokens, page_rows))
 
     @cached_property
     def kept(self) -> np.ndarray:
@@ -153,13 +161,14 @@ class KVLayout:
         tails = sum(
             (k.end - k.first) * self.tail_pages(k.sliding_window, n, floor) for k in self.kinds
         )
-        return self.rule.sealed(n, floor) * self.window_pages + tails
+        held = self.queries.held(self.rule, n, floor)
+        return self.rule.sealed(n, floor) * self.window_pages + tails + held
 
     def peak_pages(self, n: int, start: int = 0, floor: int = 0) -> int:
         """Most pages a request holds on its way from ``start`` to ``n`` tokens; grows with ``n``.
 
-        In full-attention groups pages only grow within an epoch; when a window is sealed they may
-        drop. So the most is held at the end, or at the last token before one of the sealings on
+        In full-attention groups, queries included, pages only grow within an epoch; when a window is
+        sealed they may drop. So the most is held at the end, or at the last token before one of the sealings on
         the way, of which the last weighs most. A sliding tail is longest just before its first
         page falls out.
         """
@@ -175,7 +184,8 @@ class KVLayout:
 
     def _full_pages(self, n: int, floor: int) -> int:
         s = self.rule.sealed(n, floor)
-        return s * self.window_pages + self.num_full * self.rule.pages(n - s * self.rule.window)
+        tail = self.num_full * self.rule.pages(n - s * self.rule.window)
+        return s * self.window_pages + tail + self.queries.held(self.rule, n, floor)
 
     def capacity(self, pages: int) -> int:
         """Longest request, in true tokens, that ``pages`` pages carry to its end."""
@@ -247,10 +257,15 @@ class KVLayout:
 
     @cached_property
     def table_offset(self) -> np.ndarray:
-        """First entry of each group in a row and, last, the row's length, [G + 1] int64."""
+        """First entry of each group in a row and, last, that of the queries, [G + 1] int64."""
         return np.concatenate([[0], np.cumsum(self.sealed_slots + self.ring_slots)])
 
     @cached_property
     def ring_offset(self) -> np.ndarray:
         """First ring entry of each group in a row, [G] int64."""
         return self.table_offset[:-1] + self.sealed_slots
+
+    @cached_property
+    def table_slots(self) -> int:
+        """Entries of a row."""
+        return int(self.table_offset[-1]) + self.queries.slots * self.queries.pages

@@ -2,11 +2,13 @@
 
 import hashlib
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from tangram_sglang.errors import TangramError
 from tangram_sglang.plan.file import PlanFile, check_model, load_plan
@@ -35,6 +37,9 @@ class ServingPlan:
         scorer: that scorer, or None at retention 1.0, where nothing is picked.
         query_stats: of every full-attention KV head, if the scorer reads them.
         layout: everything static that follows.
+        scaling: [H] fp32, factor on q.k before the softmax, of every full-attention KV head; if the
+            scorer reads queries.
+        inv_freq: [H, rotary_dim / 2] fp64, of the same, if the scorer reads them.
         digest: of all that decides which tokens are kept and where they lie; what is cached under
             one digest means nothing under another.
     """
@@ -46,6 +51,8 @@ class ServingPlan:
     query_stats: QueryStats | None
     layout: KVLayout
     digest: str
+    scaling: torch.Tensor | None = None
+    inv_freq: torch.Tensor | None = None
 
 
 def read_plan(settings: Settings, hf_config: Any) -> PlanFile | None:
@@ -65,7 +72,12 @@ def read_plan(settings: Settings, hf_config: Any) -> PlanFile | None:
 
 
 def serving_plan(
-    settings: Settings, hf_config: Any, shape: ModelShape, max_tokens: int, device: Any
+    settings: Settings,
+    hf_config: Any,
+    shape: ModelShape,
+    max_tokens: int,
+    device: Any,
+    rope: Callable[[], Mapping[int, torch.Tensor]] | None = None,
 ) -> ServingPlan:
     """Resolve every choice; TangramError says which two do not fit together.
 
@@ -75,6 +87,7 @@ def serving_plan(
         shape: attention layers of this rank.
         max_tokens: longest request.
         device: where query statistics go.
+        rope: reads the frequencies off the model, fp64 by layer id; asked if the scorer needs them.
     """
     plan = read_plan(settings, hf_config)
     rule = _rule(settings, plan)
@@ -103,15 +116,36 @@ def serving_plan(
         grouping=settings.grouping,
         max_tokens=max_tokens,
     )
-    name = settings.scorer or (plan.selection.scorer if plan else FALLBACK_SCORER)
-    scorer, stats = None, None
+    name = serving_scorer(settings, plan)
+    scorer, stats, scaling, inv_freq = None, None, None, None
     if layout.compresses:
         scorer = create_scorer(name)
         if "query_stats" in scorer.needs:
             stats = _stats(plan, settings, name, shape, device)
+        if "q_window" in scorer.needs:
+            layout = layout.with_queries(shape, scorer.q_window(rule.window))
+            scaling = torch.tensor(shape.scalings, device=device)
+        if "rope" in scorer.needs:
+            frequencies = rope()
+            inv_freq = torch.stack([frequencies[layer] for layer, _ in heads]).to(device)
     stats_hash = plan.selection.stats_hash if plan and stats is not None else None
     digest = _digest(layout, name, stats_hash)
-    return ServingPlan(settings.plan or "uniform", retention, name, scorer, stats, layout, digest)
+    return ServingPlan(
+        settings.plan or "uniform",
+        retention,
+        name,
+        scorer,
+        stats,
+        layout,
+        digest,
+        scaling,
+        inv_freq,
+    )
+
+
+def serving_scorer(settings: Settings, plan: PlanFile | None) -> str:
+    """Name of the scorer that picks tokens."""
+    return settings.scorer or (plan.selection.scorer if plan else FALLBACK_SCORER)
 
 
 def _digest(layout: KVLayout, scorer: str, stats_hash: str | None) -> str:

@@ -55,6 +55,11 @@ class ModelShape:
         return tuple((x.layer_id, h) for x in self._full for h in range(x.kv_heads))
 
     @property
+    def scalings(self) -> list[float]:
+        """Factor on q.k of each of ``full_heads``."""
+        return [x.scaling for x in self._full for _ in range(x.kv_heads)]
+
+    @property
     def sliding_heads(self) -> dict[int, tuple[tuple[int, int], ...]]:
         """Heads of sliding-window layers by window size."""
         heads: dict[int, list[tuple[int, int]]] = {}

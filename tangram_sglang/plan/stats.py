@@ -47,7 +47,7 @@ def load_query_stats(
                 f"query statistics {path}: {name} has shape {tuple(tensors[name].shape)}, "
                 f"expected {expected[name]}"
             )
-    scaling = torch.tensor([x.scaling for x in full for _ in range(x.kv_heads)])
+    scaling = torch.tensor(shape.scalings)
     mean, factor, diagonal = (tensors[name].float().to(device) for name in TENSORS[:3])
     return QueryStats(
         mean, factor, diagonal, tensors["inv_freq"].double().to(device), scaling.float().to(device)

@@ -10,7 +10,9 @@ A row grows from n0 to n1 tokens in one step. In a group of full-attention heads
     tail   s1*W .. n0       kept where they are
     tail   n0   .. n1       taken now, as whole pages
 
-A sliding-window group has no sealed windows and its tail starts where the window does.
+A sliding-window group has no sealed windows and its tail starts where the window does. The queries
+of windows not sealed yet have pages of their own (``plan.queries``): those of windows s0..s1 are given
+back like the tail, those of windows begun since are taken.
 
 The first pages of a row may belong to the prefix cache: windows 0..cached_windows and tail tokens
 before cached_tokens. A row reads them and neither gives them back nor writes to them.
@@ -19,7 +21,7 @@ Pages given back may be handed to another row of the same step. That is safe bec
 tails it still needs (``Step.tail``) before any of its writes, and steps run in order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +45,8 @@ class Step:
         floor: windows that the row started from.
         tail: page ids of the tail before the step, [groups, pages] int32 per kind of group; empty
             where the step does not move it.
+        queries: page ids of the queries of each window from s0 on that the step seals, as far as
+            they were held before it.
     """
 
     row: int
@@ -52,6 +56,7 @@ class Step:
     s1: int
     floor: int
     tail: tuple[np.ndarray, ...]
+    queries: tuple[np.ndarray, ...] = ()
 
 
 @dataclass(slots=True)
@@ -95,7 +100,7 @@ class Rows:
     def __init__(self, layout: KVLayout, ledger: Ledger, max_rows: int):
         self.layout = layout
         self.ledger = ledger
-        self.table = np.zeros((max_rows + 1, int(layout.table_offset[-1])), dtype=np.int32)
+        self.table = np.zeros((max_rows + 1, layout.table_slots), dtype=np.int32)
         self.live: dict[int, Row] = {}
         self.tally = Tally()
         self.evict: Callable[[int], object] = lambda pages: None
@@ -234,6 +239,7 @@ class Rows:
             sealed * self.layout.window_pages
             + max(0, tail) * self.layout.num_full
             + sliding * groups
+            + len(self._new_queries(state.n, n, state.floor)) * self.layout.queries.pages
         )
 
     def shared(self, state: Row, n: int) -> int:
@@ -254,7 +260,7 @@ class Rows:
                 raise RuntimeError(f"row {row}: its table names other pages than it owns")
 
     def private_pages(self, row: int) -> np.ndarray:
-        """Page ids the row owns: sealed ones group by group, then the tails."""
+        """Page ids the row owns: sealed ones group by group, then the tails, then the queries."""
         state, page = self.live[row], self.layout.rule.page
         sealed = self.layout.rule.sealed(state.n, state.floor)
         slots = [self._sealed_slots(state.cached_windows, sealed)]
@@ -263,6 +269,8 @@ class Rows:
             if kind.sliding_window is None:
                 first = max(first, state.cached_tokens // page)
             slots.append(self._ring(kind, first, end).ravel())
+        begun = self.layout.queries.begun(self.layout.rule, state.n)
+        slots.append(self._query_slots(range(sealed, begun)))
         return self.table[row, np.concatenate(slots)]
 
     def window_pages(self, row: int, window: int) -> np.ndarray:
@@ -329,7 +337,11 @@ class Rows:
                 self.table[row, self._ring(kind, *self._tail_span(kind, n0, state.floor))]
                 for kind in self.layout.kinds
             )
-        return Step(row, n0, n1, s0, s1, state.floor, tail)
+        queries = tuple(
+            self.table[row, self._query_slots((window,))]
+            for window in range(s0, min(s1, self.layout.queries.begun(self.layout.rule, n0)))
+        )
+        return Step(row, n0, n1, s0, s1, state.floor, tail, queries)
 
     def _leaves_cached_tail(self, step: Step) -> bool:
         start = step.s0 * self.layout.rule.window
@@ -348,6 +360,8 @@ class Rows:
             gone = self._ring(kind, first, end).ravel()
             if len(gone):
                 self.ledger.give(self.table[step.row, gone], step.row, last)
+        for pages in step.queries:
+            self.ledger.give(pages, step.row, last)
 
     def _new_slots(self, step: Step) -> np.ndarray:
         slots = [self._sealed_slots(step.s0, step.s1)] if step.s1 > step.s0 else []
@@ -356,7 +370,23 @@ class Rows:
             first = max(first, self.layout.rule.pages(step.n0))
             if first < end:
                 slots.append(self._ring(kind, first, end).ravel())
+        if begun := self._new_queries(step.n0, step.n1, step.floor):
+            slots.append(self._query_slots(begun))
         return np.concatenate(slots) if slots else _NO_SLOTS
+
+    def _new_queries(self, n0: int, n1: int, floor: int) -> range:
+        """Windows whose queries are held after a step from n0 to n1 tokens and not before it."""
+        rule, queries = self.layout.rule, self.layout.queries
+        return range(max(queries.begun(rule, n0), rule.sealed(n1, floor)), queries.begun(rule, n1))
+
+    def _query_slots(self, windows: Iterable[int]) -> np.ndarray:
+        """Table entries of the pages of queries of ``windows``."""
+        queries = self.layout.queries
+        first = int(self.layout.table_offset[-1])
+        spans = (
+            [first + w % queries.slots * queries.pages for w in windows] if queries.pages else []
+        )
+        return np.concatenate([_NO_SLOTS, *(np.arange(x, x + queries.pages) for x in spans)])
 
     def _sealed_slots(self, s0: int, s1: int) -> np.ndarray:
         """Table entries of windows s0..s1, group by group."""

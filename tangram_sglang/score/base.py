@@ -5,6 +5,8 @@ from typing import ClassVar, Protocol
 
 import torch
 
+NEEDS = frozenset({"query_stats", "q_window", "rope"})
+
 
 @dataclass(frozen=True, slots=True)
 class QueryStats:
@@ -42,7 +44,11 @@ class Window:
         start: absolute position of the first token.
         heads: [H] int64, indices in global head order.
         sinks: leading tokens kept anyway, whatever their score.
-        query_stats: of these heads, or None.
+        query_stats: of these heads, where the scorer needs ``query_stats``.
+        q: [H, r, w, D] where it needs ``q_window``: after RoPE, of the window's last w tokens, by
+            the r query heads of each KV head.
+        scaling: [H] fp32, factor on q.k before the softmax; there whenever ``q`` is.
+        inv_freq: [H, rotary_dim / 2] fp64 where it needs ``rope``, as in ``QueryStats``.
     """
 
     k: torch.Tensor
@@ -50,18 +56,29 @@ class Window:
     start: int
     heads: torch.Tensor
     sinks: int
-    query_stats: QueryStats | None
+    query_stats: QueryStats | None = None
+    q: torch.Tensor | None = None
+    scaling: torch.Tensor | None = None
+    inv_freq: torch.Tensor | None = None
 
 
 class Scorer(Protocol):
     """Ranks the tokens of a window; a pure function of the window.
 
     Attributes:
-        needs: names of what it reads beside K, V and positions; only ``query_stats`` exists.
+        needs: names out of ``NEEDS`` of what it reads beside K, V and positions.
     """
 
     needs: ClassVar[frozenset[str]]
 
     def score(self, window: Window) -> torch.Tensor:
         """Importance of every token, [H, W] fp32, higher is kept."""
+        ...
+
+
+class ReadsQueries(Scorer, Protocol):
+    """A scorer whose ``needs`` hold ``q_window``."""
+
+    def q_window(self, window: int) -> int:
+        """Queries it reads at the end of a window of ``window`` tokens: 1 to ``window``."""
         ...

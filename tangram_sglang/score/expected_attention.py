@@ -10,7 +10,8 @@ from typing import ClassVar
 
 import torch
 
-from tangram_sglang.score.base import QueryStats, Window
+from tangram_sglang.score.base import Window
+from tangram_sglang.score.rotation import mean_rotation, rotate_back
 
 HORIZON = 512
 
@@ -19,29 +20,26 @@ class ExpectedAttention:
     """s_j = mean over query heads of softmax_j(z_j) * |v_j|, eps = 0, sinks outside the softmax.
 
     z_j = a mu.k_j + a^2/2 k_j.Sigma.k_j with a the softmax scaling and k_j rotated back by the
-    mean rotation of the positions to come.
+    mean rotation of the positions to come. As kvpress' ``ExpectedAttentionStatsPress``, except that
+    the statistics come with the plan, their covariance is of low rank plus a diagonal, and sinks are
+    left out in the first window only, which alone has them.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"query_stats"})
 
     def score(self, window: Window) -> torch.Tensor:
         stats = window.query_stats
-        k = _unrotate(window.k.float(), window.start + window.k.shape[1], stats)
+        mean = mean_rotation(stats.inv_freq, window.start + window.k.shape[1], HORIZON)
+        k = rotate_back(window.k.float(), *(x[:, None] for x in mean))
         scaling = stats.scaling[:, None, None]
         z = scaling * torch.einsum("hrd,hnd->hrn", stats.mean, k)
         spread = torch.einsum("hrdk,hnd->hrnk", stats.factor, k).square().sum(-1)
         spread += torch.einsum("hrd,hnd->hrn", stats.diagonal, k.square())
         z += scaling.square() / 2 * spread
-        z[..., : window.sinks] = -torch.inf
-        return z.softmax(dim=-1).mean(dim=1) * window.v.float().norm(dim=-1)
+        return expected_shares(z, window)
 
 
-def _unrotate(k: torch.Tensor, end: int, stats: QueryStats) -> torch.Tensor:
-    """Transpose of the mean rotation of positions end..end+HORIZON, applied to keys [H, W, D]."""
-    ahead = torch.arange(end, end + HORIZON, dtype=torch.float64, device=k.device)
-    angle = ahead[:, None, None] * stats.inv_freq
-    cos = angle.cos().mean(dim=0).float()[:, None]
-    sin = angle.sin().mean(dim=0).float()[:, None]
-    half = stats.inv_freq.shape[-1]
-    a, b, rest = k[..., :half], k[..., half : 2 * half], k[..., 2 * half :]
-    return torch.cat([a * cos + b * sin, b * cos - a * sin, rest], dim=-1)
+def expected_shares(z: torch.Tensor, window: Window) -> torch.Tensor:
+    """[H, W]: expected logits z [H, r, W] to scores; sinks have no part in the softmax."""
+    z[..., : window.sinks] = -torch.inf
+    return z.softmax(dim=-1).mean(dim=1) * window.v.float().norm(dim=-1)

@@ -27,8 +27,12 @@ class PoolMachine(RuleBasedStateMachine):
     of its table what it would have written there itself.
     """
 
-    @initialize(recent=st.integers(0, 20), pages=st.sampled_from([60, 100, 400]))
-    def build(self, recent, pages):
+    @initialize(
+        recent=st.integers(0, 20),
+        pages=st.sampled_from([60, 100, 400]),
+        queries=st.sampled_from([0, 0, 1, 6, 16]),
+    )
+    def build(self, recent, pages, queries=0):
         layout = KVLayout.build(
             SHAPE,
             WindowRule(16, recent, 4, 2),
@@ -38,6 +42,8 @@ class PoolMachine(RuleBasedStateMachine):
             grouping="global",
             max_tokens=300,
         )
+        if queries:
+            layout = layout.with_queries(SHAPE, queries)
         self.rows = Rows(layout, Ledger(pages), 3)
         self.taken = self._note_taken()
         self.rows.tail_left = self._leave_tail
@@ -87,6 +93,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.rows.open(
             row, len(text), [x.pages for x in prefix.windows], [x.pages for x in prefix.tail]
         )
+        rule, queries = self.rows.layout.rule, self.rows.layout.queries
+        # no query that will be read lies before the row's first token
+        assert queries.begun(rule, prefix.tokens) <= windows
         self.texts[row], self.locks[row] = list(text), prefix
         self.said.append(self.texts[row])
         self._read(row)
@@ -186,8 +195,10 @@ class PoolMachine(RuleBasedStateMachine):
             self._read(row)
             found, rule = self.store.trie.match(None, text, len(text)), self.rows.layout.rule
             back = -(-rule.recent // rule.window)
-            exact = not prefix.windows or len(prefix.tail) * rule.page >= rule.recent
-            least = prefix.tokens if exact else (len(prefix.windows) - back) * rule.window
+            windows = len(prefix.windows)
+            raw = min(len(prefix.tail) * rule.page, self.rows.layout.queries.reusable(rule))
+            exact = not windows or raw >= rule.recent
+            least = windows * rule.window + raw if exact else (windows - back) * rule.window
             assert found.tokens >= least
 
     def _close(self, row):
@@ -213,6 +224,9 @@ class PoolMachine(RuleBasedStateMachine):
         for p in range(sealed * rule.window // rule.page, rule.pages(state.n)):
             for g, page in enumerate(self.rows.tail_page(row, p)):
                 yield int(page), ("raw", g, tuple(text[: min(state.n, (p + 1) * rule.page)]))
+        for j in range(sealed, self.rows.layout.queries.begun(rule, state.n)):
+            for i, page in enumerate(self.rows.table[row, self.rows._query_slots((j,))]):
+                yield int(page), ("queries", i, tuple(text[: min(state.n, (j + 1) * rule.window)]))
 
     def _partial(self, row) -> set[int]:
         """The row's last pages, if they have room; they are never shared."""
@@ -222,7 +236,8 @@ class PoolMachine(RuleBasedStateMachine):
     def _write(self, row, partial):
         """A step writes to the pages that it takes and to those that had room."""
         for page, held in self._pages(row):
-            grown = page in partial and held[0] == "raw"
+            # queries are never shared, and a step adds to those it finds
+            grown = held[0] == "queries" or (page in partial and held[0] == "raw")
             if page in self.taken or grown:
                 self.content[page] = held
 

@@ -21,7 +21,7 @@ class Pool:
     def __init__(self, rule=RULE, pages=400):
         self.rule = rule
         self.ledger = Ledger(pages)
-        self.trie = WindowTrie(rule, self.ledger.give)
+        self.trie = WindowTrie(rule, self.ledger.give, rule.window + rule.recent)
 
     def publish(self, tokens, namespace=None) -> Prefix:
         """Everything a request leaves after ``tokens``: sealed windows, then its raw tail."""

@@ -29,7 +29,7 @@ def layouts(draw):
         tuple(LayerShape(i, kv_heads, kv_heads, 8, w, 1.0) for i, w in enumerate(sliding))
     )
     heads = len(shape.full_heads)
-    return KVLayout.build(
+    layout = KVLayout.build(
         shape,
         rule,
         budgets=draw(st.lists(st.floats(0, 1), min_size=heads, max_size=heads)),
@@ -38,6 +38,8 @@ def layouts(draw):
         grouping=draw(st.sampled_from(["global", "layer"])),
         max_tokens=400,
     )
+    tokens = draw(st.integers(0, rule.window))
+    return layout.with_queries(shape, tokens) if tokens else layout
 
 
 def counted_pages(layout, n) -> int:
@@ -54,7 +56,15 @@ def counted_pages(layout, n) -> int:
         else:
             raw = range(max(0, n - group.sliding_window), n)
         total += len({token // rule.page for token in raw})
-    return total
+    # queries of the last tokens of each window that is not sealed, in pages of their own
+    queries = layout.queries
+    held = {t // rule.window for t in range(sealed * rule.window, n) if _asks(t, layout)}
+    assert len(held) <= queries.slots
+    return total + len(held) * queries.pages
+
+
+def _asks(token, layout) -> bool:
+    return token % layout.rule.window >= layout.rule.window - layout.queries.tokens
 
 
 @given(layouts(), st.integers(0, 400))
@@ -124,6 +134,24 @@ def test_retention_is_the_bytes_the_user_gets(budgets, retention, per_group):
     if int(retention * 32 * 90 / per_group) >= groups:
         assert layout.retention_held <= retention + 1e-9
         assert layout.retention_held > retention - 2 * one_page
+
+
+def test_queries_fill_the_fewest_pages():
+    layout = build([0.5] * 90, 0.5).with_queries(SMOLLM2, 32)
+    # 30 layers of 9 heads, 32 queries each; a page of 4 heads holds 128 vectors
+    assert (layout.queries.pages, layout.queries.slots) == (68, 1)
+    assert layout.pages(512 - 32) == 23 * 30
+    assert layout.pages(512 - 31) == 23 * 31 + 68
+
+
+def test_queries_of_uneven_heads_or_of_more_than_a_window_are_refused():
+    uneven = ModelShape(tuple(LayerShape(i, 2 + 2 * i, 2, 64, None, 0.125) for i in range(2)))
+    layout = build([0.5] * 90, 0.5)
+    with pytest.raises(TangramError, match=r"\[1, 2\] query heads per KV head"):
+        layout.with_queries(uneven, 32)
+    for tokens in (0, 513):
+        with pytest.raises(TangramError, match=f"reads {tokens} queries of a window of 512"):
+            layout.with_queries(SMOLLM2, tokens)
 
 
 def test_retention_1_keeps_every_token():

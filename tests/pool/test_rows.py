@@ -15,8 +15,8 @@ from tangram_sglang.pool.rows import Row, Rows
 SHAPE = ModelShape(tuple(LayerShape(i, 2, 2, 8, 21 if i == 1 else None, 1.0) for i in range(3)))
 
 
-def layout(rule=None, retention=0.4):
-    return KVLayout.build(
+def layout(rule=None, retention=0.4, queries=0):
+    form = KVLayout.build(
         SHAPE,
         rule or WindowRule(16, 10, 4, 2),
         budgets=[0.9, 0.1, 0.5, 0.2],
@@ -25,14 +25,15 @@ def layout(rule=None, retention=0.4):
         grouping="global",
         max_tokens=300,
     )
+    return form.with_queries(SHAPE, queries) if queries else form
 
 
 class RowMachine(RuleBasedStateMachine):
     """Prefill in chunks, decode, close and clear; the content of pages is tracked beside."""
 
-    @initialize(sinks=st.integers(0, 4), recent=st.integers(0, 20))
-    def build(self, sinks, recent):
-        self.layout = layout(WindowRule(16, recent, 4, sinks))
+    @initialize(sinks=st.integers(0, 4), recent=st.integers(0, 20), queries=st.integers(0, 16))
+    def build(self, sinks, recent, queries):
+        self.layout = layout(WindowRule(16, recent, 4, sinks), queries=queries)
         self.ledger = Ledger(600)
         self.rows = Rows(self.layout, self.ledger, 4)
 
@@ -56,6 +57,7 @@ class RowMachine(RuleBasedStateMachine):
             return
         tails = {row: self._tail(row) for row, _ in targets}
         kept = {row: self._sealed(row) for row, _ in targets}
+        queries = {row: self._queries(row) for row, _ in targets}
         self.rows.advance(targets)
         for row, n1 in targets:
             step = self.rows.live[row].step
@@ -68,6 +70,12 @@ class RowMachine(RuleBasedStateMachine):
             )
             if step.tail:
                 assert all(np.array_equal(a, b) for a, b in zip(step.tail, tails[row], strict=True))
+            # queries of windows that are sealed go with the step, those of others stay in place
+            before, after = queries[row], self._queries(row)
+            sealed = [before[j] for j in range(step.s0, step.s1) if j in before]
+            assert all(np.array_equal(a, b) for a, b in zip(step.queries, sealed, strict=True))
+            stayed = before.keys() - range(step.s0, step.s1)
+            assert all(np.array_equal(before[j], after[j]) for j in stayed)
 
     @precondition(lambda self: self.rows.live)
     @rule(data=st.data())
@@ -95,6 +103,11 @@ class RowMachine(RuleBasedStateMachine):
             self.rows.table[row, self.rows._ring(kind, *self.rows._tail_span(kind, n, 0))]
             for kind in self.layout.kinds
         ]
+
+    def _queries(self, row):
+        n, rule, form = self.rows.live[row].n, self.layout.rule, self.layout.queries
+        windows = range(rule.sealed(n), form.begun(rule, n))
+        return {j: self.rows.table[row, self.rows._query_slots((j,))] for j in windows}
 
     def _sealed(self, row):
         sealed = self.layout.rule.sealed(self.rows.live[row].n)
@@ -149,9 +162,10 @@ def test_check_sees_a_table_that_names_another_page():
     ahead=st.integers(1, 150),
     recent=st.integers(0, 40),
     shared=st.integers(0, 20),
+    queries=st.integers(0, 16),
 )
 def test_demand_bounds_what_a_row_holds_on_every_step_of_its_way(
-    floor, raw, cached, ahead, recent, shared
+    floor, raw, cached, ahead, recent, shared, queries
 ):
     """Of a cached tail, pages from ``sole_from`` on are free once they are sealed away."""
     full = ModelShape(tuple(LayerShape(i, 2, 2, 8, None, 1.0) for i in range(2)))
@@ -164,6 +178,8 @@ def test_demand_bounds_what_a_row_holds_on_every_step_of_its_way(
         grouping="global",
         max_tokens=600,
     )
+    if queries:
+        form = form.with_queries(full, queries)
     rows = Rows(form, Ledger(10), 1)
     n = floor * 16 + min(raw // 4 * 4, (16 + recent) // 4 * 4)
     if cached:

@@ -33,10 +33,19 @@ def sliding_window(config, layer: int) -> int | None:
     return config.sliding_window
 
 
+def frequencies(model) -> torch.Tensor:
+    """RoPE of full-attention layers, radians per position, [rotary_dim / 2] fp64."""
+    rotary = model.model.rotary_emb
+    gemma = model.config.model_type == "gemma3_text"
+    return (rotary.full_attention_inv_freq if gemma else rotary.inv_freq).double()
+
+
 def _llama_block(decoder, layer, i, x, positions, attend):
     cos, sin = decoder.rotary_emb(x, positions[None])
     attention = layer.self_attn
     q, k, v = _project(attention, layer.input_layernorm(x))
+    if decoder.config.model_type == "qwen3":
+        q, k = attention.q_norm(q), attention.k_norm(k)
     q, k = _rotate(q, k, cos, sin)
     x = x + attention.o_proj(_concat_heads(attend(i, q, k, v)))
     return x + layer.mlp(layer.post_attention_layernorm(x))
@@ -53,7 +62,7 @@ def _gemma3_block(decoder, layer, i, x, positions, attend):
     return x + layer.post_feedforward_layernorm(out)
 
 
-_BLOCKS = {"llama": _llama_block, "gemma3_text": _gemma3_block}
+_BLOCKS = {"llama": _llama_block, "qwen3": _llama_block, "gemma3_text": _gemma3_block}
 
 
 def _project(attention, x):

@@ -13,17 +13,17 @@ from functools import partial
 
 import torch
 
-from tests.reference.model import final_hidden, sliding_window
-from tests.reference.scorers import SCORERS, select
+from tests.reference.model import final_hidden, frequencies, sliding_window
+from tests.reference.scorers import SCORERS, Asked, select
 
 
 class CompressedRun:
     """A Hugging Face model (fp32, CPU) that runs one sequence under a KVLayout.
 
     Args:
-        model: LlamaForCausalLM or Gemma3ForCausalLM.
+        model: LlamaForCausalLM, Qwen3ForCausalLM or Gemma3ForCausalLM.
         layout: KVLayout of the whole model; read for numbers only.
-        scorer_name: ``keydiff``, ``expected_attention``, ``streaming`` or ``random``.
+        scorer_name: of ``tests.reference.scorers.SCORERS``.
         query_stats: QueryStats of all full-attention heads, for ``expected_attention``.
 
     Attributes:
@@ -62,6 +62,7 @@ class CompressedRun:
         empty = torch.empty(config.num_key_value_heads, 0, config.head_dim)
         self._k = [empty for _ in layers]  # [H, N, D] of each layer
         self._v = [empty for _ in layers]
+        self._q = [empty.new_empty(config.num_attention_heads, 0, config.head_dim) for _ in layers]
         self._sealed = 0
         self._last_hidden = None
 
@@ -108,15 +109,26 @@ class CompressedRun:
         for index, (layer, head) in enumerate(self._heads):
             k = self._k[layer][head, start:end]
             v = self._v[layer][head, start:end]
-            scores = self._scorer(k, v, start, sinks, index, self._query_stats)
+            asked = self._asked(layer, head, start, end)
+            scores = self._scorer(k, v, start, sinks, index, self._query_stats, asked)
             chosen = select(scores, self._count[layer, head], sinks)
             self.scores[layer, head, j] = scores
             self.kept[layer, head, j] = [start + i for i in chosen]
+
+    def _asked(self, layer, head, start, end):
+        """The window's own queries."""
+        ratio = len(self._q[layer]) // len(self._k[layer])
+        return Asked(
+            self._q[layer][head * ratio : (head + 1) * ratio, start:end],
+            self._model.model.layers[layer].self_attn.scaling,
+            frequencies(self._model),
+        )
 
     def _attend(self, p, layer, q, k, v):
         """Attention of queries at positions p, p + 1..., which all see the same windows sealed."""
         self._k[layer] = k = torch.cat([self._k[layer], k], dim=1)
         self._v[layer] = v = torch.cat([self._v[layer], v], dim=1)
+        self._q[layer] = torch.cat([self._q[layer], q], dim=1)
         queries_per_kv = len(q) // len(k)
         scaling = self._model.model.layers[layer].self_attn.scaling
         out = []

@@ -1,10 +1,13 @@
 """The scorers once more, one head at a time, from their formulas; and the choice of the top K.
 
-Every scorer is called as ``scorer(k, v, start, sinks, head, stats)``: k and v [W, D] of one head, k
-after RoPE; ``start`` the position of the first token; ``sinks`` the leading tokens kept anyway;
-``head`` the index in global head order; ``stats`` the query statistics of all heads, or None. It
-returns [W] fp32, higher is kept. Sums are taken in fp64, so the fp32 result is the nearest one.
+Every scorer is called as ``scorer(k, v, start, sinks, head, stats, asked)``: k and v [W, D] of one
+head, k after RoPE; ``start`` the position of the first token; ``sinks`` the leading tokens kept
+anyway; ``head`` the index in global head order; ``stats`` the query statistics of all heads, or None;
+``asked`` the window's own queries. It returns [W] fp32, higher is kept. Sums are taken in fp64, so
+the fp32 result is the nearest one.
 """
+
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +17,21 @@ from tangram_sglang.score import Window, create_scorer
 HORIZON = 512
 
 
-def keydiff(k, v, start, sinks, head, stats):
+class Asked(NamedTuple):
+    """Queries of every token of a window, by the query heads of one KV head.
+
+    Attributes:
+        q: [r, W, D], after RoPE.
+        scaling: factor on q.k.
+        inv_freq: [rotary_dim / 2], radians per position.
+    """
+
+    q: torch.Tensor
+    scaling: float
+    inv_freq: torch.Tensor
+
+
+def keydiff(k, v, start, sinks, head, stats, asked=None):
     """s_j = -cos(k_j, mean_i k_i / |k_i|)."""
     k = k.double()
     norms = k.norm(dim=1)
@@ -22,35 +39,92 @@ def keydiff(k, v, start, sinks, head, stats):
     return (-(k @ anchor) / (norms * anchor.norm())).float()
 
 
-def streaming(k, v, start, sinks, head, stats):
+def streaming(k, v, start, sinks, head, stats, asked=None):
     """s_j = j."""
     return torch.tensor([float(j) for j in range(len(k))])
 
 
-def random(k, v, start, sinks, head, stats):
+def random(k, v, start, sinks, head, stats, asked=None):
     """Taken from the package: a hash has no second formula."""
     window = Window(k[None], v[None], start, torch.tensor([head]), sinks, None)
     return create_scorer("random").score(window)[0]
 
 
-def expected_attention(k, v, start, sinks, head, stats):
+def knorm(k, v, start, sinks, head, stats, asked=None):
+    """s_j = -|k_j|."""
+    return -k.double().norm(dim=1).float()
+
+
+def snapkv(k, v, start, sinks, head, stats, asked=None):
+    """Attention from the last w queries, averaged, then over 5 neighbours, then over query heads.
+
+    w is 32, but no more than a quarter of the window. Tokens past the window's edge count as 0.
+    Those w tokens are above all others, the newest on top.
+    """
+    size = len(k)
+    w = max(1, min(32, size // 4))
+    rows = []
+    for q in asked.q:
+        mean = sum(_attention(q[t], k[: t + 1], asked.scaling, size) for t in range(size - w, size))
+        mean = (mean / w)[: size - w]
+        padded = [0.0, 0.0, *mean.tolist(), 0.0, 0.0]
+        rows.append([sum(padded[j : j + 5]) / 5 for j in range(size - w)])
+    return _asking_on_top(torch.tensor(rows, dtype=torch.float64).mean(dim=0), w)
+
+
+def tova(k, v, start, sinks, head, stats, asked=None):
+    """Attention from the last query, averaged over query heads; the last token is above all."""
+    rows = [_attention(q[-1], k, asked.scaling, len(k))[:-1] for q in asked.q]
+    return _asking_on_top(torch.stack(rows).mean(dim=0), 1)
+
+
+def _attention(q, k, scaling, size):
+    """What one query pays to the keys up to its own, [size] with zeros behind them."""
+    weights = (k.double() @ q.double() * scaling).softmax(dim=0)
+    return torch.cat([weights, torch.zeros(size - len(k), dtype=torch.float64)])
+
+
+def _asking_on_top(scores, w):
+    top = float(scores.max()) if len(scores) else 0.0
+    return torch.tensor([*scores.tolist(), *(top + 1 + i for i in range(w))])
+
+
+def expected_attention(k, v, start, sinks, head, stats, asked=None):
     """s_j = |v_j| * mean over query heads of softmax_j(a m.k_j + a^2/2 k_j.C.k_j).
 
     m and C are the mean and covariance of queries after RoPE: those before RoPE, turned by the
     mean rotation of the ``HORIZON`` positions that follow the window. Sinks have no part in the
     softmax and score 0.
     """
-    k, v = k.double(), v.double()
-    end = start + len(k)
-    rotation = mean_rotation(stats.inv_freq[head], end, k.shape[1])
-    a = float(stats.scaling[head])
-    shares = []
+    moments = []
     for r in range(stats.mean.shape[1]):
-        mean = stats.mean[head, r].double()
         factor = stats.factor[head, r].double()
         covariance = factor @ factor.T + torch.diag(stats.diagonal[head, r].double())
-        m = rotation @ mean
-        c = rotation @ covariance @ rotation.T
+        moments.append((stats.mean[head, r].double(), covariance))
+    return _expected(k, v, start, sinks, moments, stats.inv_freq[head], float(stats.scaling[head]))
+
+
+def expected_attention_local(k, v, start, sinks, head, stats, asked=None):
+    """The same with mean and covariance of the window's own queries, sinks' left out."""
+    moments = []
+    for q in asked.q.double():
+        turned = [
+            rotation(asked.inv_freq, start + t, start + t + 1, q.shape[1]).T @ q[t]
+            for t in range(sinks, len(q))
+        ]
+        before = torch.stack(turned)
+        moments.append((before.mean(dim=0), before.T.cov(correction=0)))
+    return _expected(k, v, start, sinks, moments, asked.inv_freq, asked.scaling)
+
+
+def _expected(k, v, start, sinks, moments, inv_freq, a):
+    k, v = k.double(), v.double()
+    end = start + len(k)
+    turn = rotation(inv_freq, end, end + HORIZON, k.shape[1])
+    shares = []
+    for mean, covariance in moments:
+        m = turn @ mean
+        c = turn @ covariance @ turn.T
         z = a * (k @ m) + a**2 / 2 * torch.einsum("jd,de,je->j", k, c, k)
         share = torch.zeros(len(k), dtype=torch.float64)
         share[sinks:] = z[sinks:].softmax(dim=0)
@@ -58,28 +132,32 @@ def expected_attention(k, v, start, sinks, head, stats):
     return (torch.stack(shares).mean(dim=0) * v.norm(dim=1)).float()
 
 
-def mean_rotation(inv_freq, end, head_dim):
-    """Mean over positions t = end .. end + HORIZON - 1 of the matrix R_t with RoPE(x, t) = R_t x.
+def rotation(inv_freq, start, end, head_dim):
+    """Mean over positions t = start .. end - 1 of the matrix R_t with RoPE(x, t) = R_t x.
 
     Dim i pairs with dim i + half, half the number of frequencies; dims past 2 half stay.
     """
     half = len(inv_freq)
-    t = torch.arange(end, end + HORIZON, dtype=torch.float64)
-    rotation = torch.eye(head_dim, dtype=torch.float64)
+    t = torch.arange(start, end, dtype=torch.float64)
+    matrix = torch.eye(head_dim, dtype=torch.float64)
     for i, frequency in enumerate(inv_freq.double()):
         cos, sin = (t * frequency).cos().mean(), (t * frequency).sin().mean()
-        rotation[i, i] = cos
-        rotation[i, i + half] = -sin
-        rotation[i + half, i] = sin
-        rotation[i + half, i + half] = cos
-    return rotation
+        matrix[i, i] = cos
+        matrix[i, i + half] = -sin
+        matrix[i + half, i] = sin
+        matrix[i + half, i + half] = cos
+    return matrix
 
 
 SCORERS = {
     "expected_attention": expected_attention,
+    "expected_attention_local": expected_attention_local,
     "keydiff": keydiff,
+    "knorm": knorm,
     "random": random,
+    "snapkv": snapkv,
     "streaming": streaming,
+    "tova": tova,
 }
 
 

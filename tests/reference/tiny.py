@@ -21,10 +21,12 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from tangram_sglang.score import QueryStats
-from tests.reference.model import sliding_window
+from tests.reference.model import frequencies, sliding_window
 
 VOCAB = 256
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -70,6 +72,33 @@ def tiny_llama(
         dtype="float32",
     )
     return _with_random_weights(LlamaForCausalLM(config), seed)
+
+
+def tiny_qwen3(*, seed=0, layers=2, q_heads=4, kv_heads=2, head_dim=16) -> Qwen3ForCausalLM:
+    """Normalises queries and keys before RoPE; the weights of both norms are 3."""
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=q_heads * head_dim,
+        intermediate_size=2 * q_heads * head_dim,
+        num_hidden_layers=layers,
+        num_attention_heads=q_heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=MAX_POSITIONS,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=False,
+        pad_token_id=PAD,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        attn_implementation="eager",
+        dtype="float32",
+    )
+    model = _with_random_weights(Qwen3ForCausalLM(config), seed)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_norm.weight.fill_(3.0)
+            layer.self_attn.k_norm.weight.fill_(3.0)
+    return model
 
 
 def tiny_gemma3(
@@ -139,15 +168,12 @@ def random_query_stats(model, *, seed=0, rank=3) -> QueryStats:
     layers = [x for i, x in enumerate(model.model.layers) if sliding_window(config, i) is None]
     heads = len(layers) * config.num_key_value_heads
     ratio = config.num_attention_heads // config.num_key_value_heads
-    rotary = model.model.rotary_emb
-    gemma = config.model_type == "gemma3_text"
-    inv_freq = rotary.full_attention_inv_freq if gemma else rotary.inv_freq
     shape = (heads, ratio, config.head_dim)
     return QueryStats(
         mean=torch.randn(shape, generator=generator),
         factor=torch.randn(*shape, rank, generator=generator) / rank**0.5,
         diagonal=torch.rand(shape, generator=generator),
-        inv_freq=inv_freq.double().repeat(heads, 1),
+        inv_freq=frequencies(model).repeat(heads, 1),
         scaling=torch.full((heads,), layers[0].self_attn.scaling),
     )
 
