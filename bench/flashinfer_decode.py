@@ -23,7 +23,7 @@ def _plan(wrapper, indptr, indices, last, q_heads: int, kv_heads: int) -> None:
     wrapper.plan(indptr, indices, last, q_heads, kv_heads, DIM, PAGE, **types)
 
 
-def full_ms(lengths: list[int], layers: int = 4) -> float:
+def full_ms(lengths: list[int], layers: int = 4, kinds=(False, True)) -> float:
     """Full KV of every request: median time of a layer in a CUDA graph, of its two kernels the
     faster one. The graph goes round ``layers`` layers, so that the L2 cache helps nobody."""
     lengths = np.array(lengths)
@@ -36,7 +36,7 @@ def full_ms(lengths: list[int], layers: int = 4) -> float:
     indices = torch.randperm(shape[0], device="cuda").int()
     last = torch.from_numpy((lengths - 1) % PAGE + 1).int()
     best = []
-    for tensor_cores in (False, True):
+    for tensor_cores in kinds:
         wrapper = _wrapper(tensor_cores)
         _plan(wrapper, indptr, indices, last, HEADS * RATIO, HEADS)
 

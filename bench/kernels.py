@@ -25,6 +25,10 @@ def main() -> None:
     parser.add_argument("--no-flashinfer", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    if not options.no_flashinfer:
+        from bench.flashinfer_build import build_all
+
+        build_all()
     print(" ".join(f"{name:>12}" for name in COLUMNS[:10]))
     if options.only != "prefill":
         table = KernelTable(options.out / "kernels-decode.csv")
