@@ -42,11 +42,10 @@ class TangramAllocator(BaseTokenToKVPoolAllocator):
         rows = self._pool.rows
         live = [req.kv.req_pool_idx for req in requests]
         left = self._pool.reachable_pages - rows.promised
-        need = sum(rows.row_demand(row, rows.live[row].n + 1) for row in live)
+        need = rows.next_demand(live)
         if self._pool.spare and need <= left:
             # on a GPU only so many pages can change hands within a step
-            taken = sum(rows.new_pages(rows.live[row], rows.live[row].n + 1) for row in live)
-            need = taken - len(self._pool.spare)
+            need = rows.next_pages(live) - len(self._pool.spare)
         return need <= left
 
     def available_size(self) -> int:

@@ -18,7 +18,7 @@ from tangram_sglang.backend.heads import head_tables
 from tangram_sglang.backend.prefill import PrefillRow
 from tangram_sglang.backend.query_pages import QueryPages
 from tangram_sglang.backend.tails import Tail
-from tangram_sglang.pool.rows import Step
+from tangram_sglang.pool.row import Step
 
 
 class TangramAttentionBackend(AttentionBackend):

@@ -3,7 +3,7 @@
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
 from tangram_sglang.backend.kv_pool import TangramKVPool
-from tangram_sglang.pool.rows import Row
+from tangram_sglang.pool.row import Row
 
 
 class TangramPrefillBudget(PrefillBudget):

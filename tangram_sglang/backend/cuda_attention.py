@@ -36,7 +36,7 @@ from tangram_sglang.kernels.raw_write import BLOCK, raw_write
 from tangram_sglang.kernels.records import prefill_tiles, raw_spans, seal_units
 from tangram_sglang.kernels.tails import copy_pages
 from tangram_sglang.kernels.upload import Upload
-from tangram_sglang.pool.rows import Step
+from tangram_sglang.pool.row import Step
 
 
 class TangramCudaBackend(AttentionBackend):

@@ -9,7 +9,7 @@ import torch
 from tangram_sglang.backend.tails import Tail
 from tangram_sglang.kernels.decode_reference import decode_reference
 from tangram_sglang.kernels.slots_reference import column_rows, entry_rows
-from tangram_sglang.pool.rows import Step
+from tangram_sglang.pool.row import Step
 
 if TYPE_CHECKING:
     from tangram_sglang.backend.attention import TangramAttentionBackend

@@ -8,7 +8,7 @@ import numpy as np
 from tangram_sglang.errors import TangramError
 from tangram_sglang.kernels.records import Piece
 from tangram_sglang.plan.layout import KVLayout
-from tangram_sglang.pool.rows import Step
+from tangram_sglang.pool.row import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,8 @@ def step_pieces(
 
 def _spared(old: np.ndarray, taken: np.ndarray, spare: range) -> tuple[np.ndarray, np.ndarray]:
     """``old`` with spare pages for those in ``taken``, and the copies that takes."""
+    if not len(old):
+        return old, np.empty((0, 2), dtype=np.int32)
     lost = np.intersect1d(old, taken)
     if len(lost) > len(spare):
         raise TangramError(

@@ -10,7 +10,7 @@ from tangram_sglang.backend.heads import LayerHeads
 from tangram_sglang.backend.tails import Tail
 from tangram_sglang.kernels.prefill_reference import prefill_reference, sliding_reference
 from tangram_sglang.kernels.slots_reference import column_rows, page_rows
-from tangram_sglang.pool.rows import Step
+from tangram_sglang.pool.row import Step
 
 if TYPE_CHECKING:
     from tangram_sglang.backend.attention import TangramAttentionBackend

@@ -3,7 +3,7 @@
 import torch
 
 from tangram_sglang.backend.kv_pool import TangramKVPool
-from tangram_sglang.pool.rows import Step
+from tangram_sglang.pool.row import Step
 
 
 class QueryPages:

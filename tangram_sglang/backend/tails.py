@@ -5,7 +5,7 @@ import torch
 from tangram_sglang.backend.heads import KindHeads, LayerHeads
 from tangram_sglang.backend.kv_pool import TangramKVPool
 from tangram_sglang.kernels.slots_reference import column_rows, page_rows
-from tangram_sglang.pool.rows import Step
+from tangram_sglang.pool.row import Step
 
 
 class Tail:

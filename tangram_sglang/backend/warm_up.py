@@ -11,7 +11,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from tangram_sglang.plan.layout import KVLayout
-from tangram_sglang.pool.rows import Step
+from tangram_sglang.pool.row import Step
 
 # a short message at the end of the longest request
 FEW = 8

@@ -151,6 +151,24 @@ class KVLayout:
         """Pages of a raw tail after ``n`` tokens, in each group of that kind."""
         return self.rule.pages(n - self.tail_start(sliding_window, n, floor))
 
+    def quiet_until(self, n: int, floor: int = 0) -> int:
+        """Most tokens to which a request of ``n`` grows before a page is taken or given back.
+
+        The next page begins at a multiple of P; the next window is sealed, and the next queries are
+        held, where ``rule`` and ``queries`` say; a sliding window leaves a page every P tokens.
+        """
+        rule, page = self.rule, self.rule.page
+        ends = [rule.pages(n) * page]
+        if self.num_full:
+            ends.append(rule.epoch_end(rule.sealed(n, floor)))
+        if self.queries.tokens:
+            ends.append((self.queries.begun(rule, n) + 1) * rule.window - self.queries.tokens)
+        for kind in self.kinds:
+            if kind.sliding_window is not None:
+                left = self.tail_start(kind.sliding_window, n)
+                ends.append(kind.sliding_window + left + page - 1)
+        return min(ends)
+
     def entries(self, g: int, n: int, floor: int = 0) -> int:
         """Entries that each head of group ``g`` holds after ``n`` tokens."""
         tail = n - self.tail_start(self.groups[g].sliding_window, n, floor)

@@ -22,62 +22,16 @@ tails it still needs (``Step.tail``) before any of its writes, and steps run in 
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from tangram_sglang.plan.layout import Kind, KVLayout
 from tangram_sglang.pool.ledger import Ledger
+from tangram_sglang.pool.row import Row, Step
 from tangram_sglang.pool.tally import Tally
 
 _NO_SLOTS = np.empty(0, dtype=np.int64)
 _NO_PAGES = np.empty(0, dtype=np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one forward step does to a row.
-
-    Attributes:
-        row: row of the page table.
-        n0, n1: tokens stored before and after.
-        s0, s1: sealed windows before and after.
-        floor: windows that the row started from.
-        tail: page ids of the tail before the step, [groups, pages] int32 per kind of group; empty
-            where the step does not move it.
-        queries: page ids of the queries of each window from s0 on that the step seals, as far as
-            they were held before it.
-    """
-
-    row: int
-    n0: int
-    n1: int
-    s0: int
-    s1: int
-    floor: int
-    tail: tuple[np.ndarray, ...]
-    queries: tuple[np.ndarray, ...] = ()
-
-
-@dataclass(slots=True)
-class Row:
-    """A live request.
-
-    Attributes:
-        n: tokens stored once the steps granted so far have run.
-        prompt: tokens of the prompt, whose pages are promised from admission on.
-        floor: windows sealed from the start on, whatever ``n`` says.
-        cached_windows, cached_tokens: what the prefix cache owns of the row's windows and tail;
-            ``cached_tokens`` is a page border.
-        step: the last step granted.
-    """
-
-    prompt: int
-    n: int = 0
-    floor: int = 0
-    cached_windows: int = 0
-    cached_tokens: int = 0
-    step: Step | None = None
 
 
 class Rows:
@@ -139,7 +93,10 @@ class Rows:
         Raises:
             RuntimeError: the pages are not there, or a row would shrink.
         """
-        self.granted = steps = [self._plan_step(row, n1) for row, n1 in targets]
+        self.granted = [
+            self._quiet_step(row, n1) or self._plan_step(row, n1) for row, n1 in targets
+        ]
+        steps = [step for step in self.granted if step is not self.live[step.row].step]
         slots = [self._new_slots(step) for step in steps]
         need = sum(map(len, slots))
         leaving = [step for step in steps if self._leaves_cached_tail(step)]
@@ -164,6 +121,8 @@ class Rows:
             self._point(step.row, new, pages)
             state = self.live[step.row]
             state.n, state.step = step.n1, step
+            if state.n >= state.prompt:
+                state.quiet = self.layout.quiet_until(state.n, state.floor)
             self.tally.windows_sealed += step.s1 - step.s0
         self.taken = np.concatenate(taken) if taken else _NO_PAGES
 
@@ -188,6 +147,19 @@ class Rows:
             for row, state in self.live.items()
             if state.n < state.prompt
         )
+
+    def next_demand(self, rows: Sequence[int]) -> int:
+        """Pages that one more token of each of ``rows`` takes, less those it sets free."""
+        return sum(self.row_demand(row, self.live[row].n + 1) for row in self._stirring(rows))
+
+    def next_pages(self, rows: Sequence[int]) -> int:
+        """Pages that one more token of each of ``rows`` takes, whatever it gives back."""
+        states = (self.live[row] for row in self._stirring(rows))
+        return sum(self.new_pages(state, state.n + 1) for state in states)
+
+    def _stirring(self, rows: Sequence[int]) -> list[int]:
+        """Those whose next token is not a quiet step."""
+        return [row for row in rows if self.live[row].n >= self.live[row].quiet]
 
     def row_demand(self, row: int, n: int) -> int:
         """``demand`` of a live row."""
@@ -323,6 +295,16 @@ class Rows:
         """Table entries of tail pages first..end, [groups of the kind, pages]."""
         offset = self.layout.ring_offset[kind.first : kind.end]
         return offset[:, None] + np.arange(first, end) % kind.ring
+
+    def _quiet_step(self, row: int, n1: int) -> Step | None:
+        """The step of a row that takes and gives back nothing, as most decode steps are; done here."""
+        state = self.live[row]
+        if not state.n <= n1 <= state.quiet:
+            return None
+        sealed = state.step.s1
+        state.step = step = Step(row, state.n, n1, sealed, sealed, state.floor, ())
+        state.n = n1
+        return step
 
     def _plan_step(self, row: int, n1: int) -> Step:
         state = self.live[row]

@@ -11,7 +11,8 @@ from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.shape import LayerShape, ModelShape
 from tangram_sglang.plan.window import WindowRule
 from tangram_sglang.pool.ledger import Ledger
-from tangram_sglang.pool.rows import Row, Rows
+from tangram_sglang.pool.row import Row
+from tangram_sglang.pool.rows import Rows
 
 SHAPE = ModelShape(tuple(LayerShape(i, 3, 3, 8, None, 1.0) for i in range(3)))
 

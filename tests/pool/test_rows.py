@@ -10,14 +10,16 @@ from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.shape import LayerShape, ModelShape
 from tangram_sglang.plan.window import WindowRule
 from tangram_sglang.pool.ledger import Ledger
-from tangram_sglang.pool.rows import Row, Rows
+from tangram_sglang.pool.row import Row
+from tangram_sglang.pool.rows import Rows
 
 SHAPE = ModelShape(tuple(LayerShape(i, 2, 2, 8, 21 if i == 1 else None, 1.0) for i in range(3)))
+FULL = ModelShape(tuple(LayerShape(i, 2, 2, 8, None, 1.0) for i in range(2)))
 
 
-def layout(rule=None, retention=0.4, queries=0):
+def layout(rule=None, retention=0.4, queries=0, shape=SHAPE):
     form = KVLayout.build(
-        SHAPE,
+        shape,
         rule or WindowRule(16, 10, 4, 2),
         budgets=[0.9, 0.1, 0.5, 0.2],
         retention=retention,
@@ -25,7 +27,7 @@ def layout(rule=None, retention=0.4, queries=0):
         grouping="global",
         max_tokens=300,
     )
-    return form.with_queries(SHAPE, queries) if queries else form
+    return form.with_queries(shape, queries) if queries else form
 
 
 class RowMachine(RuleBasedStateMachine):
@@ -194,3 +196,32 @@ def test_demand_bounds_what_a_row_holds_on_every_step_of_its_way(
         free = sum(t >= sole_from for t in gone) * form.num_full
         held.append(rows.private(state, x) - free)
     assert rows.demand(state, n + ahead, sole_from) == max(held) - held[0]
+
+
+@pytest.mark.parametrize(("shape", "floor"), [(SHAPE, 0), (FULL, 0), (FULL, 3)])
+@pytest.mark.parametrize("queries", [0, 5, 16])
+@pytest.mark.parametrize("recent", [0, 4, 16])
+def test_quiet_steps_change_no_page_and_the_next_one_does(recent, queries, shape, floor):
+    """Layers with and without a sliding window, cached windows; ``advance`` skips what it does for other steps."""
+    form = layout(WindowRule(16, recent, 4, 2), queries=queries, shape=shape)
+    for n in range(1 + floor * 16, 120 + floor * 16):
+        last = form.quiet_until(n, floor)
+        assert last >= n
+
+        def rows_at(tokens, quiet, n=n):
+            rows = Rows(form, Ledger(600), 1)
+            cached = [rows.ledger.take(form.window_pages, -1) for _ in range(floor)]
+            rows.open(1, n, cached)
+            rows.advance([(1, n)])
+            if not quiet:
+                rows.live[1].quiet = 0
+            rows.advance([(1, tokens)])
+            rows.check()
+            return rows
+
+        before = rows_at(n, True).private_pages(1)
+        quiet, slow = rows_at(last, True), rows_at(last, False)
+        assert np.array_equal(before, quiet.private_pages(1))
+        assert np.array_equal(before, slow.private_pages(1))
+        assert quiet.granted == slow.granted or slow.granted[0].tail
+        assert not np.array_equal(before, rows_at(last + 1, True).private_pages(1))
