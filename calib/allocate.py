@@ -27,14 +27,7 @@ def allocate(
 
 
 def _allocate(curves: np.ndarray, kept: np.ndarray, retention: float) -> np.ndarray:
-    heads, gains, lengths = [], [], []
-    for head, curve in enumerate(curves):
-        corner = lower_hull(kept, curve)
-        length = np.diff(kept[corner])
-        heads.append(np.full(len(length), head))
-        lengths.append(length)
-        gains.append(-np.diff(curve[corner]) / length)
-    head, gain, length = map(np.concatenate, (heads, gains, lengths))
+    head, length, gain = _hull_pieces(curves.astype(np.float64), kept)
     # stable: of equal gains the head that comes first is served first, on every machine alike
     order = np.argsort(-gain, kind="stable")
     budgets = np.full(len(curves), kept[0])
@@ -44,14 +37,24 @@ def _allocate(curves: np.ndarray, kept: np.ndarray, retention: float) -> np.ndar
     return np.minimum(budgets, 1.0)
 
 
-def lower_hull(x: np.ndarray, y: np.ndarray) -> list[int]:
-    """Indices of the points of the lower convex hull of (x, y), x ascending; ends included."""
-    hull: list[int] = []
-    for i in range(len(x)):
-        while len(hull) > 1:
-            a, b = hull[-2], hull[-1]
-            if (y[b] - y[a]) * (x[i] - x[a]) < (y[i] - y[a]) * (x[b] - x[a]):
-                break
-            hull.pop()
-        hull.append(i)
-    return hull
+def _hull_pieces(curves: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The lower convex hulls' straight pieces: whose, how long, and how much error falls on them.
+
+    Pieces of one head come in their order along x, all heads' first ones first.
+    """
+    heads, last = np.arange(len(curves)), len(x) - 1
+    at = np.zeros(len(curves), dtype=int)
+    pieces = []
+    while (open_ := at < last).any():
+        y0, x0 = curves[heads, at][:, None], x[at][:, None]
+        behind = np.arange(len(x)) > at[:, None]
+        slope = np.where(behind, curves - y0, np.inf) / np.where(behind, x - x0, 1.0)
+        # of equal slopes the farthest point, so that a straight line is one piece
+        to = last - np.argmin(slope[:, ::-1], axis=1)
+        to = np.where(open_, to, at)
+        pieces.append((heads[open_], (x[to] - x[at])[open_], -slope[heads, to][open_]))
+        at = to
+    if not pieces:
+        return np.empty(0, int), np.empty(0), np.empty(0)
+    head, length, gain = (np.concatenate(part) for part in zip(*pieces, strict=True))
+    return head, length, gain

@@ -37,26 +37,19 @@ def error_budgets(
     curves: np.ndarray,
     kept: Sequence[float],
     retention: float,
+    shares: np.ndarray,
     layer_heads: Sequence[int] | None = None,
 ) -> Budgets:
-    """Budgets that minimise the windows' mean error, from curves [N, H, G].
+    """Budgets that minimise the windows' mean error.
 
-    The spread is that of the budgets which would be best for each window alone. They have no part in
-    the budgets: room above the mean is what the curves themselves weigh.
+    Args:
+        curves: [N, H, G], error when ``kept`` [G] of a window is kept.
+        kept, retention, layer_heads: as ``allocate`` takes them.
+        shares: [N, H], what would be best for each window alone. Their spread has no part in the
+            budgets: room above the mean is what the curves themselves weigh.
     """
-    shares = error_shares(curves, kept, retention, layer_heads)
     best = allocate(curves.mean(axis=0), kept, retention, layer_heads)
     return Budgets(best, share_budgets(shares, 0.0).spread, len(curves))
-
-
-def error_shares(
-    curves: np.ndarray,
-    kept: Sequence[float],
-    retention: float,
-    layer_heads: Sequence[int] | None = None,
-) -> np.ndarray:
-    """The budgets that are best for each window alone, [N, H]."""
-    return np.stack([allocate(curve, kept, retention, layer_heads) for curve in curves])
 
 
 def average(found: Sequence[Budgets]) -> Budgets:

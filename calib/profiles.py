@@ -1,16 +1,11 @@
 """What a finished run says of each profile: its samples and its budgets at any retention taken."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from tangram_sglang.calib.budgets import (
-    Budgets,
-    average,
-    error_budgets,
-    error_shares,
-    share_budgets,
-)
+from tangram_sglang.calib.allocate import allocate
+from tangram_sglang.calib.budgets import Budgets, average, error_budgets, share_budgets
 from tangram_sglang.calib.error_curves import grid
 from tangram_sglang.calib.observations import Queries, read_queries
 from tangram_sglang.calib.run_folder import RunFolder, prompt_of
@@ -37,18 +32,24 @@ class Samples:
     kinds: np.ndarray
     kept: tuple[float, ...]
     layer_heads: tuple[int, ...] | None
+    _best: dict[float, np.ndarray] = field(default_factory=dict, repr=False)
 
     def budgets(self, retention: float, alpha: float, chosen=slice(None)) -> Budgets:
         """Budgets from the windows ``chosen``, an index or a mask."""
-        if self.profile == ERROR:
-            return error_budgets(self.data[chosen], self.kept, retention, self.layer_heads)
-        return share_budgets(self.data[chosen], alpha)
+        if self.profile != ERROR:
+            return share_budgets(self.data[chosen], alpha)
+        shares = self.shares(retention)[chosen]
+        return error_budgets(self.data[chosen], self.kept, retention, shares, self.layer_heads)
 
     def shares(self, retention: float) -> np.ndarray:
-        """What each window asks for, [N, H]."""
-        if self.profile == ERROR:
-            return error_shares(self.data, self.kept, retention, self.layer_heads)
-        return self.data
+        """What each window asks for, [N, H]; of errors, the budgets that are best for it alone."""
+        if self.profile != ERROR:
+            return self.data
+        if retention not in self._best:
+            self._best[retention] = np.stack(
+                [allocate(curve, self.kept, retention, self.layer_heads) for curve in self.data]
+            )
+        return self._best[retention]
 
 
 def queries_of(folder: RunFolder) -> Queries:

@@ -60,7 +60,7 @@ class StandIn:
 
         self._http = HTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._http.server_port}"
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
     def __exit__(self, *exc_info):

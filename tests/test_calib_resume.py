@@ -25,7 +25,7 @@ def stand_in(monkeypatch):
 
 
 def run(model, out, *more):
-    argv = ["--model", model, "--retention", "0.5", "--out", out, "--window", 64, "--samples", 30]
+    argv = ["--model", model, "--retention", "0.5", "--out", out, "--window", 64, "--samples", 15]
     return main(["calibrate", *map(str, [*argv, "--budgets-from", PROFILES, *more])])
 
 
@@ -118,7 +118,7 @@ def test_a_repeated_command_measures_nothing(model, tmp_path, monkeypatch, whole
     ("argv", "message"),
     [
         pytest.param(["--alpha", 1], "(its alpha is 2.0, here it is 1.0)", id="alpha"),
-        pytest.param(["--samples", 20], "(its corpus_hash is ", id="texts"),
+        pytest.param(["--samples", 6], "(its corpus_hash is ", id="texts"),
         pytest.param(["--budgets-from", "keydiff"], "(its scorers is [", id="profiles"),
     ],
 )
@@ -135,7 +135,7 @@ def test_a_plan_of_another_calibration_is_not_overwritten(model, tmp_path, capsy
 def test_statistics_that_other_plans_name_are_not_overwritten(model, tmp_path, capsys):
     assert run(model, tmp_path) == 0
     before = contents(tmp_path)
-    more = ["--retention", "0.25", "--samples", 20, "--observations", tmp_path / "other"]
+    more = ["--retention", "0.25", "--samples", 6, "--observations", tmp_path / "other"]
     assert run(model, tmp_path, *more) == 2
     assert "belongs to other query statistics" in capsys.readouterr().err
     assert contents(tmp_path) == before
@@ -159,5 +159,5 @@ def test_a_folder_of_other_things_is_left_alone(model, tmp_path, capsys, prepare
 
 def test_measurements_of_another_run_are_not_gone_on_with(model, tmp_path, capsys):
     assert run(model, tmp_path / "a", "--observations", tmp_path / "o") == 0
-    assert run(model, tmp_path / "b", "--observations", tmp_path / "o", "--samples", 20) == 2
+    assert run(model, tmp_path / "b", "--observations", tmp_path / "o", "--samples", 6) == 2
     assert "holds measurements of another run: corpus_hash is" in capsys.readouterr().err
