@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pydoc_data.topics import topics
 
 from bench.documents import SOURCES
-from bench.smollm2 import ROOT
 from tangram_sglang.calib.generated import Dice
 
 MORE: dict[tuple[str, str], Callable[[], str]] = {
-    ("LICENSE", "legal"): lambda: (ROOT / "LICENSE").read_text(encoding="utf-8"),
+    ("python topic compound", "manual"): lambda: topics["compound"],
     ("python topic specialnames", "manual"): lambda: topics["specialnames"],
     ("python calendar.py", "code"): lambda: inspect.getsource(calendar),
     ("python mimetypes.py", "table"): lambda: inspect.getsource(mimetypes._default_mime_types),

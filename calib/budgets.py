@@ -52,6 +52,23 @@ def error_budgets(
     return Budgets(best, share_budgets(shares, 0.0).spread, len(curves))
 
 
+def relative_errors(
+    curves: np.ndarray, power: np.ndarray, layer_heads: Sequence[int]
+) -> np.ndarray:
+    """Curves [N, H, G] relative to what attention has added to the residual stream so far.
+
+    The stream grows from layer to layer (by three orders of magnitude in SmolLM2) and the next norm
+    divides by it, so the same error does the less harm the later it is made.
+
+    Args:
+        power: [N, H], of each head's undisturbed output in the measure of the curves.
+        layer_heads: heads of each layer.
+    """
+    ends = np.cumsum(layer_heads)
+    upto = np.cumsum(power, axis=1)[:, ends - 1]
+    return curves / np.repeat(upto, layer_heads, axis=1)[..., None]
+
+
 def average(found: Sequence[Budgets]) -> Budgets:
     """The mean of several profiles' budgets.
 

@@ -5,7 +5,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tangram_sglang.calib.allocate import allocate
-from tangram_sglang.calib.budgets import Budgets, average, error_budgets, share_budgets
+from tangram_sglang.calib.budgets import (
+    Budgets,
+    average,
+    error_budgets,
+    relative_errors,
+    share_budgets,
+)
 from tangram_sglang.calib.error_curves import grid
 from tangram_sglang.calib.observations import Queries, read_queries
 from tangram_sglang.calib.run_folder import RunFolder, prompt_of
@@ -63,8 +69,12 @@ def samples(folder: RunFolder, profile: str, scope: str, retention: float) -> Sa
     kept: tuple[float, ...] = ()
     if profile == ERROR:
         window = folder.run.window
-        found, _ = folder.errors()
+        found, power = folder.errors()
         kept = tuple(point / window for point in grid(window))
+        relative = relative_errors(
+            np.stack(list(found.values())), np.stack(list(power.values())), layer_heads
+        )
+        found = dict(zip(found, relative, strict=True))
     else:
         found = folder.shares(profile, scope, retention)
     prompts = np.array([prompt_of(name) for name in found])

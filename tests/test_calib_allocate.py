@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from tangram_sglang.calib.allocate import allocate
-from tangram_sglang.calib.budgets import error_budgets, held
+from tangram_sglang.calib.budgets import error_budgets, held, relative_errors
 
 KEPT = [0.125, 0.25, 0.5, 0.75, 1.0]
 CURVES = arrays(np.float64, (4, 5), elements=st.floats(0, 100))
@@ -71,3 +71,9 @@ def test_rescaled_budgets_meet_the_retention_in_the_same_order(budgets, rho):
     assert scaled.mean() == pytest.approx(rho, abs=1e-6)
     order = np.argsort(budgets, kind="stable")
     assert (np.diff(scaled[order]) >= -1e-9).all()
+
+
+def test_errors_count_relative_to_what_attention_added_up_to_the_layer():
+    curves, power = np.ones((2, 3, 2)), np.array([[1.0, 2.0, 3.0], [2.0, 2.0, 4.0]])
+    found = relative_errors(curves, power, [2, 1])
+    assert found[..., 0].tolist() == [[1 / 3, 1 / 3, 1 / 6], [1 / 4, 1 / 4, 1 / 8]]
