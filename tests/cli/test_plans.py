@@ -61,7 +61,7 @@ def test_plan_shares_out_the_programs_of_a_gpu(capsys):
             # each head has at least one program, so a thin one may take a little less than its share
             assert abs(int(grid) - 264) <= 3 * batch
             # at 33 programs for three heads, halves that are rounded weigh more
-            assert 1.0 <= float(balance) < (1.05 if batch == 1 else 1.5)
+            assert 1.0 <= float(balance) < (1.15 if batch == 1 else 1.5)
         means = re.search(r"([\d.]+) on average, .* splits ([\d.]+) and", part.replace("\n", " "))
         assert float(means[1]) < 1.2 < float(means[2])
     assert "with equal splits" in out
