@@ -1,9 +1,11 @@
-"""Calibration of one model: texts through a server in observe mode, then plan files.
+"""From a finished run to plan files, and how a prompt reaches the server that is watched.
 
-Knows the server by its URL and the folder it writes to; who starts it is the caller's business.
+Knows the server by its URL only; who starts it is the caller's business.
 """
 
 import json
+import shutil
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -12,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from tangram_sglang import __version__
-from tangram_sglang.calib.budgets import head_budgets
-from tangram_sglang.calib.observations import read_queries, read_shares
+from tangram_sglang.calib.profiles import plan_budgets, queries_of
 from tangram_sglang.calib.query_stats import save_query_stats
+from tangram_sglang.calib.run_folder import RunFolder
+from tangram_sglang.calib.stages import RANK
+from tangram_sglang.calib.targets import check_stats, plan_path, stats_path
 from tangram_sglang.errors import TangramError
 from tangram_sglang.plan.file import (
     FORMAT,
@@ -29,31 +33,22 @@ from tangram_sglang.plan.file import (
 from tangram_sglang.plan.model_config import model_config
 from tangram_sglang.plan.stats import load_query_stats
 
-# of the stored covariances; README.md beside this file has the measurement
-RANK = 4
-SELECTION = "expected_attention"
 PROMPT_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How budgets follow from the observations.
+    """How plans follow from a run's measurements.
 
     Attributes:
         retentions: one plan for each.
-        profiles: scorers whose budgets are averaged.
         scope: ``global`` or ``layer``.
         alpha: room above the mean in standard deviations.
-        window: W.
-        corpus_hash: sha256 of the texts.
     """
 
     retentions: tuple[float, ...]
-    profiles: tuple[str, ...]
     scope: str
     alpha: float
-    window: int
-    corpus_hash: str
 
 
 def feed(url: str, prompt: Sequence[int]) -> None:
@@ -73,46 +68,51 @@ def feed(url: str, prompt: Sequence[int]) -> None:
 
 
 def write_plans(
-    observations: Path, out: Path, model_id: str, hf_config: Any, recipe: Recipe
+    folder: RunFolder, out: Path, hf_config: Any, recipe: Recipe, overwrite: bool = False
 ) -> list[Path]:
     """Write one plan per retention and the statistics they share; returns the plans' paths.
 
     Args:
-        observations: folder that the observer wrote.
+        folder: a finished run.
         out: folder for the plans.
-        model_id: name of the model, in the plans and, in lower case, in the files' names.
         hf_config: the model's Hugging Face config.
-        recipe: how to calibrate.
+        recipe: how plans follow.
+        overwrite: replace statistics that other plans in ``out`` name.
     """
-    queries = read_queries(observations)
-    stem = model_id.lower()
-    stats_path = out / f"{stem}-query-stats.safetensors"
-    stats_hash = save_query_stats(queries, RANK, stats_path)
-    load_query_stats(stats_path, stats_hash, queries.shape)
+    run, queries = folder.run, queries_of(folder)
+    stats = stats_path(out, run.model)
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out, prefix=".calibrate-") as scratch:
+        made = Path(scratch) / stats.name
+        stats_hash = save_query_stats(queries, RANK, made)
+        load_query_stats(made, stats_hash, queries.shape)
+        if not overwrite:
+            written = [plan_path(out, run.model, rho) for rho in recipe.retentions]
+            check_stats(out, run.model, stats_hash, written)
+        shutil.move(made, stats)
     config = model_config(hf_config)
     paths = []
     for retention in recipe.retentions:
-        profiles = [read_shares(observations, p, recipe.scope, retention) for p in recipe.profiles]
-        found = head_budgets(profiles, recipe.alpha)
+        found = plan_budgets(folder, recipe.scope, retention, recipe.alpha)
         plan = PlanFile(
             format=FORMAT,
             tool_version=__version__,
-            model=ModelSpec(model_id, config, config_hash(config)),
+            model=ModelSpec(run.model, config, config_hash(config)),
             calibration=Calibration(
-                scorers=list(recipe.profiles),
+                scorers=list(run.profiles),
                 scope=recipe.scope,
                 retention=retention,
                 alpha=recipe.alpha,
-                window=recipe.window,
+                window=run.window,
                 samples=found.samples,
-                corpus_hash=recipe.corpus_hash,
+                corpus_hash=run.corpus_hash,
             ),
-            selection=Selection(SELECTION, stats_path.name, stats_hash),
+            selection=Selection(run.selection, stats.name, stats_hash),
             layers=[x.layer_id for x in queries.shape.layers],
             budgets=[round(float(x), 5) for x in found.budgets],
             spread=[round(float(x), 5) for x in found.spread],
         )
-        path = out / f"{stem}-rho{retention:g}.json"
+        path = plan_path(out, run.model, retention)
         save_plan(plan, path)
         load_plan(path)
         paths.append(path)

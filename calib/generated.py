@@ -57,9 +57,9 @@ class Dice:
         return [left.pop(self.below(len(left))) for _ in range(len(left))]
 
 
-def markdown_table(rows: int) -> str:
+def markdown_table(rows: int, seed: int = 1) -> str:
     """Orders as a Markdown table with a running total."""
-    dice, total = Dice(1), 0
+    dice, total = Dice(seed), 0
     lines = [
         "Orders of the third quarter, by date of dispatch.\n",
         "| order | customer | city | item | pieces | price each | sum | running total |",
@@ -74,9 +74,9 @@ def markdown_table(rows: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def measurements_csv(rows: int) -> str:
+def measurements_csv(rows: int, seed: int = 2) -> str:
     """Hourly readings of weather stations as CSV."""
-    dice = Dice(2)
+    dice = Dice(seed)
     lines = ["station,date,hour,temperature_c,humidity_pct,wind_m_s,rain_mm,quality"]
     for i in range(rows):
         day, hour = divmod(i, 24)
@@ -88,9 +88,9 @@ def measurements_csv(rows: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def json_log(rows: int) -> str:
+def json_log(rows: int, seed: int = 3) -> str:
     """Log lines of a few services, one JSON object a line."""
-    dice, clock, lines = Dice(3), 1_700_000_000, []
+    dice, clock, lines = Dice(seed), 1_700_000_000, []
     for _ in range(rows):
         clock += 1 + dice.below(40)
         level, event = dice.one(EVENTS)
@@ -107,9 +107,9 @@ def json_log(rows: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def support_chat(cases: int) -> Messages:
+def support_chat(cases: int, seed: int = 4) -> Messages:
     """One long chat in which an assistant handles order after order."""
-    dice, messages = Dice(4), [("system", "You are the support assistant of a household shop.")]
+    dice, messages = Dice(seed), [("system", "You are the support assistant of a household shop.")]
     for _ in range(cases):
         name, city, item = dice.one(NAMES), dice.one(CITIES), dice.one(GOODS)
         (fault, remedy), order = dice.one(FAULTS), 10_000 + dice.below(90_000)

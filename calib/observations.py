@@ -1,10 +1,12 @@
 """The files through which a server in observe mode and the calibration that started it talk.
 
-    request.json      calibration -> observer: which profiles to take
+    request.json      calibration -> observer: what to measure; read again whenever it changes
     queries.npz       shape of the model and sums over its queries; rewritten after each pass
     window-00000.npz  shares of one window, by profile and scope
+    error-00000.npz   what a window's compression does to the attention output, head by head
 
-Files appear whole: they are written beside their name and renamed.
+Files appear whole: they are written beside their name and renamed. Readers also take files with a
+name in front, as ``run_folder.py`` keeps them: ``p003-window-00000.npz``.
 """
 
 import os
@@ -23,10 +25,24 @@ RETENTIONS = tuple(round(0.05 * i, 2) for i in range(1, 20))
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What calibration asks of the observer: scorers to profile and retentions to take."""
+    """What calibration asks of the observer.
+
+    Attributes:
+        profiles: scorers to profile.
+        retentions: retentions to take shares at.
+        moments: sum over queries.
+        sums: file of sums to go on from, a path like those of ``queries.npz``.
+        stats_file, stats_hash: query statistics for the scorers that read them.
+        error: scorer under whose selection errors are measured, or None.
+    """
 
     profiles: list[str] = msgspec.field(default_factory=lambda: ["keydiff"])
     retentions: list[float] = msgspec.field(default_factory=lambda: list(RETENTIONS))
+    moments: bool = True
+    sums: str | None = None
+    stats_file: str | None = None
+    stats_hash: str | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +65,9 @@ class Queries:
 
 
 def write_request(out: Path, request: Request) -> None:
-    (out / "request.json").write_bytes(msgspec.json.encode(request))
+    partial = out / ".request.partial.json"
+    partial.write_bytes(msgspec.json.encode(request))
+    os.replace(partial, out / "request.json")
 
 
 def read_request(out: Path) -> Request:
@@ -75,8 +93,9 @@ def write_queries(
     )
 
 
-def read_queries(out: Path) -> Queries:
-    path = out / "queries.npz"
+def read_queries(path: Path) -> Queries:
+    """Sums of a file, or of the ``queries.npz`` in a folder."""
+    path = path / "queries.npz" if path.is_dir() else path
     if not path.exists():
         raise TangramError(f"{path} does not exist: the server saw no queries; see its log")
     with np.load(path) as found:
@@ -99,7 +118,7 @@ def write_window(out: Path, index: int, start: int, shares: dict[str, np.ndarray
 
 
 def count_windows(out: Path) -> int:
-    return sum(1 for _ in out.glob("window-*.npz"))
+    return sum(1 for _ in out.glob("*window-*.npz"))
 
 
 def read_shares(out: Path, profile: str, scope: str, retention: float) -> np.ndarray:
@@ -107,25 +126,45 @@ def read_shares(out: Path, profile: str, scope: str, retention: float) -> np.nda
     retentions = read_request(out).retentions
     if retention not in retentions:
         raise TangramError(f"retention {retention} was not observed; observed: {retentions}")
-    row, samples = retentions.index(retention), []
-    for path in sorted(out.glob("window-*.npz")):
-        with np.load(path) as found:
-            if profile_key(profile, scope) in found:
-                samples.append(found[profile_key(profile, scope)][row])
-    if not samples:
+    found = list(windows_of(out, profile_key(profile, scope)).values())
+    if not found:
         raise TangramError(
             f"no window of profile {profile!r} in {out}: the texts were shorter than a window, or "
             "the server does not run the tangram backend"
         )
-    return np.stack(samples)
+    return np.stack(found)[:, retentions.index(retention)]
+
+
+def windows_of(out: Path, key: str) -> dict[str, np.ndarray]:
+    """One array of every window file that has it, by file name, in the order they were seen."""
+    return _arrays(out, "*window-*.npz", key)
+
+
+def write_error(out: Path, index: int, start: int, curves: np.ndarray, power: np.ndarray) -> None:
+    """Write the error curves of one window, [H, len(grid)], and each head's layer's power, [H]."""
+    _write(out / f"error-{index:05}.npz", start=np.array(start), curves=curves, power=power)
+
+
+def errors_of(out: Path, key: str) -> dict[str, np.ndarray]:
+    """``curves`` or ``power`` of every window whose error was measured, by file name."""
+    return _arrays(out, "*error-*.npz", key)
 
 
 def profile_key(profile: str, scope: str) -> str:
     return f"{profile}.{scope}"
 
 
+def _arrays(out: Path, pattern: str, key: str) -> dict[str, np.ndarray]:
+    found = {}
+    for path in sorted(out.glob(pattern)):
+        with np.load(path) as arrays:
+            if key in arrays:
+                found[path.name] = arrays[key]
+    return found
+
+
 def _write(path: Path, **arrays: np.ndarray) -> None:
-    # numpy appends .npz to a name without it
-    partial = path.with_name(f".{path.name}.partial.npz")
+    # numpy appends .npz to a name without it; the name must not look like a window's to readers
+    partial = path.with_name(f".partial-{os.getpid()}.npz")
     np.savez(partial, **arrays)
     os.replace(partial, path)

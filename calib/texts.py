@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from itertools import chain, zip_longest
+from pathlib import Path
 from typing import Any
 
 from tangram_sglang.calib.generated import (
@@ -19,6 +20,7 @@ from tangram_sglang.calib.generated import (
     retrieval,
     support_chat,
 )
+from tangram_sglang.calib.generated_more import letters, minutes, record_classes, sql_script
 from tangram_sglang.errors import TangramError
 from tangram_sglang.plan.window import WindowRule
 
@@ -54,7 +56,7 @@ class Text:
 
 def corpus() -> list[Text]:
     """All texts; their kinds alternate, so that any beginning of the list is mixed."""
-    kinds = (
+    first = (
         [_plain("prose", name) for name in ("essay", "persuasion", "folklore", "northanger")],
         [_plain("code", name) for name in ("code_layout", "code_mixed", "code_server")],
         [
@@ -62,16 +64,27 @@ def corpus() -> list[Text]:
             Text("dialogue", "support_chat", support_chat(24)),
         ],
         [
-            Text("table", "markdown_table", (("text", markdown_table(60)),)),
-            Text("table", "json_log", (("text", json_log(60)),)),
-            Text("table", "measurements_csv", (("text", measurements_csv(120)),)),
+            _text("table", "markdown_table", markdown_table(60)),
+            _text("table", "json_log", json_log(60)),
+            _text("table", "measurements_csv", measurements_csv(120)),
         ],
-        [
-            Text("retrieval", f"retrieval_{seed}", retrieval(seed, _paragraphs(name), 12))
-            for seed, name in ((5, "essay"), (6, "folklore"), (7, "northanger"))
-        ],
+        [_retrieval(5, "essay"), _retrieval(6, "folklore"), _retrieval(7, "northanger")],
     )
-    return [text for text in chain.from_iterable(zip_longest(*kinds)) if text is not None]
+    more = (
+        [_text("prose", "letters", letters(11, 14)), _text("prose", "minutes", minutes(12, 13))],
+        [
+            _text("code", "sql_script", sql_script(13, 10)),
+            _text("code", "record_classes", record_classes(14, 18)),
+        ],
+        [Text("dialogue", "support_chat_2", support_chat(24, seed=15))],
+        [
+            _text("table", "measurements_csv_2", measurements_csv(120, seed=16)),
+            _text("table", "markdown_table_2", markdown_table(80, seed=17)),
+        ],
+        [_retrieval(8, "persuasion"), _retrieval(9, "essay")],
+    )
+    both = [chain.from_iterable(zip_longest(*kinds)) for kinds in (first, more)]
+    return [text for text in chain(*both) if text is not None]
 
 
 def corpus_hash(texts: Sequence[Text]) -> str:
@@ -81,33 +94,70 @@ def corpus_hash(texts: Sequence[Text]) -> str:
 
 
 def calibration_prompts(
-    tokenizer: Any, rule: WindowRule, samples: int
+    tokenizer: Any,
+    rule: WindowRule,
+    samples: int,
+    texts: Sequence[Text] | None = None,
+    followed: bool = False,
 ) -> tuple[list[Text], list[list[int]]]:
     """As many texts as give ``samples`` windows, and their token ids.
 
-    A text is cut where its last window is sealed.
+    A text is cut where its last window is sealed, or where it has been ``followed`` by W tokens that
+    see it sealed, if the text is that long.
 
     Args:
         tokenizer: of the model to calibrate.
         rule: W and R.
         samples: windows wanted; the last text may give a few more.
+        texts: to choose from, in this order; the corpus by default.
+        followed: whether the tokens behind a sealed window are wanted too.
     """
-    texts, prompts, windows = [], [], 0
-    for text in corpus():
+    chosen, prompts, windows = [], [], 0
+    for text in corpus() if texts is None else texts:
         if windows >= samples:
             break
         tokens = text.tokens(tokenizer)
         sealed = min(MAX_WINDOWS, rule.sealed(len(tokens)))
         if sealed:
-            texts.append(text)
-            prompts.append(tokens[: rule.epoch_end(sealed - 1) + 1])
+            chosen.append(text)
+            end = rule.epoch_end(sealed) if followed else rule.epoch_end(sealed - 1) + 1
+            prompts.append(tokens[:end])
             windows += sealed
     if windows < samples:
         raise TangramError(
-            f"the calibration texts give {windows} windows of {rule.window} tokens, {samples} were "
-            "asked for; lower --samples or --window"
+            f"the calibration texts give {windows} windows of {rule.window} tokens (at most "
+            f"{MAX_WINDOWS} a text, and {rule.recent} tokens must follow each), {samples} were "
+            "asked for; lower --samples or --window, or give more and longer texts"
         )
-    return texts, prompts
+    return chosen, prompts
+
+
+def texts_in(folder: Path) -> list[Text]:
+    """The files *.txt in ``folder`` and below, in the order of their names.
+
+    A file's kind is the name of the folder it lies in below ``folder``, or ``text``.
+    """
+    if not folder.is_dir():
+        raise TangramError(f"--texts {folder}: no such folder; expected one with *.txt files")
+    texts = []
+    for path in sorted(folder.rglob("*.txt")):
+        name = path.relative_to(folder)
+        try:
+            content = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise TangramError(
+                f"--texts {folder}: {name} is not UTF-8 (byte {error.start}); convert or remove it"
+            ) from None
+        except OSError as error:
+            raise TangramError(f"--texts {folder}: {name}: {error.strerror}") from None
+        kind = name.parts[0] if len(name.parts) > 1 else "text"
+        if content.strip():
+            texts.append(_text(kind, name.as_posix(), content))
+    if not texts:
+        raise TangramError(
+            f"--texts {folder}: no file *.txt with anything in it; expected plain texts in UTF-8"
+        )
+    return texts
 
 
 def _read(name: str) -> str:
@@ -115,7 +165,15 @@ def _read(name: str) -> str:
 
 
 def _plain(kind: str, name: str) -> Text:
-    return Text(kind, name, (("text", _read(name)),))
+    return _text(kind, name, _read(name))
+
+
+def _text(kind: str, name: str, content: str) -> Text:
+    return Text(kind, name, (("text", content),))
+
+
+def _retrieval(seed: int, filler: str) -> Text:
+    return Text("retrieval", f"retrieval_{seed}", retrieval(seed, _paragraphs(filler), 12))
 
 
 def _paragraphs(name: str) -> list[str]:

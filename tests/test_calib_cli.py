@@ -4,28 +4,18 @@ The server here is a stand-in that observes made-up keys, so that the whole comm
 test_calib_server.py has the real one.
 """
 
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from tangram_sglang.calib.observer import Observer
 from tangram_sglang.calib.texts import calibration_prompts, corpus_hash
 from tangram_sglang.cli import calibrate, main
 from tangram_sglang.plan.file import check_model, load_plan
 from tangram_sglang.plan.model_config import model_config
-from tangram_sglang.plan.shape import LayerShape, ModelShape
 from tangram_sglang.plan.stats import load_query_stats
-from tangram_sglang.plan.window import WindowRule
+from tests.calib_stand_in import RULE, SHAPE, StandIn
 from tests.reference.tiny import save, tiny_llama
-
-SHAPE = ModelShape(tuple(LayerShape(i, 4, 2, 16, None, 0.25) for i in range(2)))
-RULE = WindowRule(64, 256, 16, 4)
-FREQ = torch.logspace(0, -3, 8, dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")
@@ -39,68 +29,6 @@ def never_started(monkeypatch):
         raise AssertionError("a server was started")
 
     monkeypatch.setattr(calibrate, "Server", refuse)
-
-
-class StandIn:
-    """Takes the place of ``cli.server.Server``; head h of layer l gets the more the higher h."""
-
-    command_line = "a stand-in"
-    forgets = False
-
-    def __init__(self, arguments, environment, log: Path):
-        log.write_text("the log\n")
-        self.arguments, self.environment = arguments, environment
-        StandIn.last = self
-        self.prompts = []
-        self._observer = Observer(
-            SHAPE, dict.fromkeys(range(2), FREQ), RULE, Path(environment["TANGRAM_OBSERVE"])
-        )
-
-    def __enter__(self):
-        owner = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                try:
-                    owner.answer(body)
-                    self.send_response(200)
-                except ValueError:
-                    self.send_response(400)
-                self.end_headers()
-                self.wfile.write(b"{}")
-
-            def log_message(self, *args):
-                pass
-
-        self._http = HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._http.server_port}"
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *exc_info):
-        self._http.shutdown()
-        self._http.server_close()
-
-    def wait_until_ready(self):
-        pass
-
-    def check_alive(self):
-        pass
-
-    def answer(self, body):
-        prompt = body["input_ids"]
-        assert body["sampling_params"]["max_new_tokens"] == 1
-        self.prompts.append(prompt)
-        generator = torch.Generator().manual_seed(len(prompt))
-        # wider keys in higher heads: keydiff spreads more there
-        width = torch.tensor([0.3, 1.0])[:, None, None]
-        for layer in range(2):
-            q = torch.randn(len(prompt), 4, 16, generator=generator)
-            self._observer.queries(layer, q, torch.arange(len(prompt)))
-            for j in range(RULE.sealed(len(prompt)) - self.forgets):
-                k = 1 + width * torch.randn(2, 64, 16, generator=generator)
-                self._observer.window(layer, j * 64, k, k)
 
 
 def status_of(*argv):
@@ -143,7 +71,8 @@ def test_the_command_writes_a_plan_a_retention_and_one_statistics_file(
         assert mean.mean() == pytest.approx(rho, abs=1e-2)
         stats = path.with_name(plan.selection.stats_file)
         load_query_stats(stats, plan.selection.stats_hash, SHAPE)
-    assert len(list(printed[0].parent.iterdir())) == 3
+    files = {path.name for path in printed[0].parent.iterdir() if path.is_file()}
+    assert files == {*(path.name for path in printed), "tiny-llama-query-stats.safetensors"}
 
     environment = StandIn.last.environment
     assert environment["TANGRAM_RETENTION"] == "1.0"
@@ -151,12 +80,31 @@ def test_the_command_writes_a_plan_a_retention_and_one_statistics_file(
     assert "TANGRAM_PLAN" not in environment
 
 
-def test_observations_are_kept_where_asked(model, tmp_path, monkeypatch):
+def test_several_profiles_are_measured_in_one_command(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(calibrate, "Server", StandIn)
-    kept = tmp_path / "kept"
-    assert run(model, tmp_path, "--observations", kept) == 0
-    assert (kept / "queries.npz").exists()
-    assert run(model, tmp_path, "--observations", kept) == 2
+    profiles = "keydiff,expected_attention,error"
+    assert run(model, tmp_path, "--budgets-from", profiles, "--alpha", 0) == 0
+    path = Path(capsys.readouterr().out.splitlines()[0])
+    plan = load_plan(path)
+    assert plan.calibration.scorers == profiles.split(",")
+    assert np.mean(plan.budgets) == pytest.approx(0.5, abs=1e-3), "each profile meets the mean"
+    # two passes over the same prompts: the second has the statistics of the first
+    prompts = StandIn.last.prompts
+    half = len(prompts) // 2
+    assert prompts[:half] == prompts[half:]
+    # the first windows are left out of expected_attention, those without followers out of error
+    windows = [RULE.sealed(len(prompt)) for prompt in prompts[:half]]
+    assert plan.calibration.samples < sum(windows)
+    followed = [max(0, (len(prompt) - 256) // 64 - 1) for prompt in prompts[:half]]
+    second = tmp_path / "tiny-llama-observations" / "second"
+    assert len(list(second.glob("*-error-*"))) == sum(followed) > 20
+
+
+def test_budgets_come_from_scorers_that_read_queries_too(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(calibrate, "Server", StandIn)
+    assert run(model, tmp_path, "--budgets-from", "snapkv,error", "--select", "snapkv") == 0
+    plan = load_plan(tmp_path / "tiny-llama-rho0.5.json")
+    assert plan.selection.scorer == "snapkv" and len(set(plan.budgets)) == 4
 
 
 def test_windows_that_the_server_does_not_show_are_missed(model, tmp_path, monkeypatch, capsys):
@@ -207,11 +155,13 @@ def test_a_prompt_that_is_refused_says_why(model, tmp_path, monkeypatch, capsys)
         pytest.param(["--alpha", "-1"], "expected a number of at least 0", id="alpha"),
         pytest.param(["--scope", "head"], "invalid choice: 'head'", id="scope"),
         pytest.param(["--budgets-from", "snap"], "unknown scorer 'snap'", id="scorer"),
+        pytest.param(["--select", "error"], "unknown scorer 'error'", id="error picks nothing"),
         pytest.param(
-            ["--budgets-from", "keydiff,expected_attention"],
-            "--budgets-from expected_attention: it needs query statistics",
-            id="scorer with statistics",
+            ["--retention", "0.3,0.30000001"],
+            "two of them would both be written to tiny-llama-rho0.3.json",
+            id="retentions of one name",
         ),
+        pytest.param(["--texts", "/no/such/folder"], "no such folder", id="no texts"),
         pytest.param(["--model", "/no/such/model"], "/no/such/model cannot be loaded", id="model"),
     ],
 )
@@ -221,3 +171,37 @@ def test_mistakes_are_refused_before_a_server_starts(
     assert run(model, tmp_path, *argv) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        pytest.param(None, "no file *.txt with anything in it", id="empty"),
+        pytest.param(b" \n", "no file *.txt with anything in it", id="blank"),
+        pytest.param(b"caf\xe9 au lait", "a.txt is not UTF-8 (byte 3)", id="latin-1"),
+        pytest.param(b"w8 w9 w10 " * 20, "the calibration texts give 0 windows", id="short"),
+    ],
+)
+def test_texts_of_the_user_that_do_not_do_are_refused(
+    model, tmp_path, never_started, capsys, content, message
+):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "notes.md").write_text("w8 " * 9000)
+    if content is not None:
+        (texts / "a.txt").write_bytes(content)
+    assert run(model, tmp_path / "out", "--texts", texts) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_texts_of_the_user_are_calibrated_on(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(calibrate, "Server", StandIn)
+    texts = tmp_path / "texts" / "poems"
+    texts.mkdir(parents=True)
+    for name in ("b", "a"):
+        (texts / f"{name}.txt").write_text(f"w{ord(name)} " * 700, encoding="utf-8")
+    assert run(model, tmp_path, "--texts", texts.parent, "--samples", 10) == 0
+    assert [set(prompt) for prompt in StandIn.last.prompts] == [{ord("a")}, {ord("b")}]
+    report = tmp_path / "tiny-llama-report" / "regularity.csv"
+    assert ",poems," in report.read_text()

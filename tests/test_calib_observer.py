@@ -18,7 +18,7 @@ from tangram_sglang.calib.shares import window_shares
 from tangram_sglang.errors import TangramError
 from tangram_sglang.plan.shape import LayerShape, ModelShape
 from tangram_sglang.plan.window import WindowRule
-from tangram_sglang.score import KeyDiff, QueryStats, Window
+from tangram_sglang.score import KeyDiff, QueryStats, Window, create_scorer
 
 W, D, FREQ = 16, 8, torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64)
 RULE = WindowRule(window=W, recent=8, page=4, sinks=2)
@@ -133,3 +133,48 @@ def test_moments_add_up_over_passes():
 def test_unrotate_undoes_rope_far_out():
     x, positions = torch.randn(3, 2, D, dtype=torch.float64), torch.tensor([5, 8191, 131071])
     torch.testing.assert_close(unrotate(rotate(x, positions), positions, FREQ), x)
+
+
+@pytest.mark.parametrize("chunk", [5, 1000])
+def test_profiles_that_read_queries_get_those_of_the_windows_last_tokens(tmp_path, chunk):
+    names = ["snapkv", "tova", "expected_attention_local"]
+    write_request(tmp_path, Request(names, [0.5], moments=False))
+    observer = Observer(SHAPE, {1: FREQ, 4: FREQ}, RULE, tmp_path)
+    full = [x for x in SHAPE.layers if x.sliding_window is None]
+    n = 2 * W + 3
+    shown = {x.layer_id: torch.randn(3, n, x.q_heads, D) for x in full}
+    for _ in range(2):
+        for first in range(0, n, chunk):
+            end = min(n, first + chunk)
+            for x in full:
+                q = shown[x.layer_id][0][first:end]
+                observer.queries(x.layer_id, q, torch.arange(first, end))
+        for x in full:
+            _, k, v = shown[x.layer_id][:, :, : x.kv_heads].transpose(1, 2)
+            for j in range(2):
+                mine = slice(j * W, (j + 1) * W)
+                observer.window(x.layer_id, j * W, k[:, mine], v[:, mine])
+    assert count_windows(tmp_path) == 4
+    for name in names:
+        scorer, want = create_scorer(name), []
+        for j in range(2):
+            mine, scores = slice(j * W, (j + 1) * W), []
+            for x in full:
+                q, k, v = shown[x.layer_id][:, mine].transpose(1, 2)
+                last = q[:, W - scorer.q_window(W) :].unflatten(0, (x.kv_heads, -1))
+                heads = torch.arange(x.kv_heads)
+                window = Window(
+                    k[: x.kv_heads], v[: x.kv_heads], j * W, heads, RULE.sinks if j == 0 else 0,
+                    None, last, torch.full((x.kv_heads,), x.scaling), FREQ.expand(x.kv_heads, -1),
+                )  # fmt: skip
+                scores.append(scorer.score(window))
+            want.append(window_shares(torch.cat(scores).numpy(), [0.5], [2, 1])["global"][0])
+        found = read_shares(tmp_path, name, "global", 0.5)
+        assert found == pytest.approx(np.stack([*want, *want]))
+
+
+def test_queries_of_a_batch_of_prompts_are_refused(tmp_path):
+    write_request(tmp_path, Request(["tova"], [0.5]))
+    observer = Observer(SHAPE, {1: FREQ, 4: FREQ}, RULE, tmp_path)
+    with pytest.raises(TangramError, match="one prompt at a time"):
+        observer.queries(1, torch.randn(9, 4, D), torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4]))

@@ -8,6 +8,7 @@ import pytest
 
 from tangram_sglang.calib.texts import (
     CORPUS,
+    Text,
     calibration_prompts,
     corpus,
     corpus_hash,
@@ -48,7 +49,7 @@ def test_the_corpus_is_the_one_that_the_shipped_plans_were_made_from():
     # a change of any text or generator shows here: calibrate again, or add a text instead
     for rho in ("0.5", "0.3"):
         plan = load_plan(PLANS / f"smollm2-135m-instruct-rho{rho}.json")
-        assert plan.calibration.corpus_hash == corpus_hash(corpus())
+        assert plan.calibration.corpus_hash == corpus_hash(corpus()[:15])
 
 
 def test_the_corpus_shares_no_paragraph_with_the_demo():
@@ -78,6 +79,24 @@ def test_prompts_end_where_their_last_window_is_sealed(tokenizer):
     assert len(texts) == len(prompts)
     for prompt, sealed in zip(prompts, windows, strict=True):
         assert RULE.sealed(len(prompt) - 1) == sealed - 1
+
+
+@pytest.mark.parametrize("words", [3000, 3327, 3328, 9000])
+def test_a_followed_text_goes_on_for_a_window_and_seals_no_more(words):
+    text = Text("prose", "t", (("text", "w " * words),))
+    (short,), (long,) = (
+        calibration_prompts(Words(), RULE, 5, [text], followed=x)[1] for x in (False, True)
+    )
+    assert RULE.sealed(len(long)) == RULE.sealed(len(short)) == 5
+    assert len(short) == 5 * 512 + 256 + 1
+    assert len(long) == min(words, 6 * 512 + 256)
+
+
+def test_the_real_models_tokens_are_enough_for_a_hundred_samples(smollm2):
+    from transformers import AutoTokenizer
+
+    _, prompts = calibration_prompts(AutoTokenizer.from_pretrained(smollm2), RULE, 100)
+    assert sum(RULE.sealed(len(prompt)) for prompt in prompts) >= 100
 
 
 def test_more_samples_than_the_texts_give_are_refused():

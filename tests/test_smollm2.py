@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bench.quality_engine import Lane, hidden_states
 from tangram_sglang.plan.file import load_plan
 from tangram_sglang.plan.stats import load_query_stats
 from tests.harness import Req, run_scenario
@@ -123,6 +124,14 @@ def test_three_compressed_turns_equal_the_reference(hf, compressed):
         ]
         pairs = zip(result[request.rid].logprobs, expected, strict=True)
         assert max(abs(a - b) for a, b in pairs) < 1e-4
+    # the engine of bench/quality sees what the server saw
+    positions = torch.tensor([0, 700, 1000, *range(len(text) - 65, len(text) - 1)])
+    lane = Lane(layout, plan.selection.scorer, stats)
+    seen = hf.lm_head(hidden_states(hf, text, [lane], positions)[0]).log_softmax(dim=-1)
+    mine = seen[-64:].gather(1, torch.tensor(text[-64:])[:, None])[:, 0].tolist()
+    pairs = zip(mine, result["turn2"].logprobs, strict=True)
+    assert max(abs(a - b) for a, b in pairs) < 1e-4
+    assert float((seen - torch.cat(logits)[positions].log_softmax(dim=-1)).abs().max()) < 1e-3
     found = result.collected["kept"]
     kept = {key: p for rid in ("turn0", "turn1", "turn2") for key, p in found.get(rid, {}).items()}
     assert len(kept) == 90 * layout.rule.sealed(len(text) - 1)

@@ -99,6 +99,7 @@ class TangramAttentionBackend(AttentionBackend):
         if self.observer is not None:
             queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
             self.observer.queries(layer.layer_id, queries, forward_batch.positions)
+            self.observer.context(layer.layer_id, k, v)
         return self._forward(q, k, v, layer, save_kv_cache, kwargs)
 
     def _forward(self, q, k, v, layer, save_kv_cache, unknown) -> torch.Tensor:

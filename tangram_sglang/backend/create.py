@@ -60,11 +60,18 @@ def _observer(model_runner):
     if path is None:
         return None
     from tangram_sglang.backend.model_shape import model_shape
+    from tangram_sglang.backend.projections import output_projections
     from tangram_sglang.backend.rope import rotary_frequencies
     from tangram_sglang.calib.observer import Observer
 
     layout = model_runner.token_to_kv_pool.plan.layout
     if layout.compresses:
         raise TangramError("TANGRAM_OBSERVE needs every token: set TANGRAM_RETENTION=1.0")
-    shape = model_shape(model_runner.model)
-    return Observer(shape, rotary_frequencies(model_runner.model), layout.rule, Path(path))
+    model = model_runner.model
+    return Observer(
+        model_shape(model),
+        rotary_frequencies(model),
+        layout.rule,
+        Path(path),
+        projections=lambda: output_projections(model),
+    )

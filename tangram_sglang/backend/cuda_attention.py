@@ -159,6 +159,7 @@ class TangramCudaBackend(AttentionBackend):
         pool, table, old = self.token_to_kv_pool.pages, self._table.tensor, lists["old"]
         if self.observer is not None:
             self.observer.queries(layer.layer_id, q, forward_batch.positions)
+            self.observer.context(layer.layer_id, k, v)
         if mine.sliding_window is None and len(lists["units"]):
             if self.observer is not None:
                 self._observe(layer.layer_id, k, v, mine)

@@ -16,6 +16,8 @@ from tangram_sglang.errors import TangramError
 COMMANDS = {
     "calibrate": "measure a model's heads and write plan files",
     "demo": "chat with a real server about a document, on compressed KV and uncompressed",
+    "inspect": "show a plan's budgets, groups and memory",
+    "plan": "show how the decode kernel shares out a plan's work on a GPU",
 }
 
 

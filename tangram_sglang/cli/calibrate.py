@@ -1,16 +1,22 @@
 """`tangram calibrate`: runs SGLang with the tangram backend in observe mode and writes plan files.
 
 The server keeps every token while it is watched, so the same code measures any model that SGLang
-loads with this backend, on a GPU where there is one.
+loads with this backend, on a GPU where there is one. Measurements are files, written prompt by
+prompt: a command that was cut off goes on where it stopped, and one that is repeated measures nothing.
 """
 
 import argparse
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
+from tangram_sglang.calib.profiles import ERROR
+from tangram_sglang.calib.run_folder import Run, RunFolder
 from tangram_sglang.calib.shares import SCOPES
+from tangram_sglang.calib.stages import Stage, run_stages, stages, tokens_left
+from tangram_sglang.calib.targets import check_targets
 from tangram_sglang.cli.retention import retention
 from tangram_sglang.cli.server import (
     LOOPBACK,
@@ -20,12 +26,17 @@ from tangram_sglang.cli.server import (
     cpu_environment,
 )
 from tangram_sglang.errors import TangramError
+from tangram_sglang.plan.file import config_hash
+from tangram_sglang.plan.model_config import model_config
 from tangram_sglang.plan.window import WindowRule
 from tangram_sglang.score import create_scorer
 from tangram_sglang.settings import Settings
 
 BACKEND = "tangram"
 CHUNK = 2048
+SELECTION = "expected_attention"
+# settings that a calibration neither makes nor clears
+KEPT_SETTINGS = ("TANGRAM_CPU_PLATFORM",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,23 +66,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--budgets-from",
-        type=lambda text: tuple(text.split(",")),
+        type=_names,
         default=("keydiff",),
-        metavar="SCORER[,SCORER...]",
-        help="scorers whose budgets are averaged (keydiff)",
+        metavar="PROFILE[,PROFILE...]",
+        help="scorers whose budgets are averaged, and `error`: budgets that minimise what "
+        "compression does to the attention output (keydiff)",
+    )
+    parser.add_argument(
+        "--select",
+        default=SELECTION,
+        metavar="SCORER",
+        help="scorer that picks tokens when serving (%(default)s)",
+    )
+    parser.add_argument(
+        "--texts", type=Path, metavar="DIR", help="calibrate on the *.txt in DIR, not on our texts"
     )
     parser.add_argument("--window", type=int, default=512, help="W, in tokens (%(default)s)")
     parser.add_argument(
-        "--observations", type=Path, help="keep the measurements in this new or empty folder"
+        "--observations",
+        type=Path,
+        metavar="DIR",
+        help="folder of the measurements (OUT/<model>-observations)",
+    )
+    parser.add_argument(
+        "--report", type=Path, metavar="DIR", help="folder of the report (OUT/<model>-report)"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace plans of another calibration in OUT"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="tangram-calibrate-") as scratch:
         log = Path(scratch) / "server.log"
-        observations = arguments.observations or Path(scratch) / "observations"
         try:
-            paths = _calibrate(arguments, observations, log)
+            paths = _calibrate(arguments, log)
         except ServerError as error:
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
             print(f"{tail}\ntangram calibrate: error: {error}", file=sys.stderr)
@@ -81,52 +110,82 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _calibrate(arguments: argparse.Namespace, observations: Path, log: Path) -> list[Path]:
-    from tqdm import tqdm
-
-    from tangram_sglang.calib import calibrate, texts
+def _calibrate(arguments: argparse.Namespace, log: Path) -> list[Path]:
+    from tangram_sglang.calib import calibrate, report, texts
     from tangram_sglang.calib import observations as files
 
     _check(arguments)
-    if observations.exists() and any(observations.iterdir()):
-        raise TangramError(f"{observations} is not empty; name a new folder with --observations")
     settings = Settings(retention=1.0, window=arguments.window)
     rule = WindowRule(settings.window, settings.recent, settings.page, settings.sinks)
+    own = None if arguments.texts is None else texts.texts_in(arguments.texts)
     tokenizer, config = _load(arguments.model)
-    chosen, prompts = texts.calibration_prompts(tokenizer, rule, arguments.samples)
-    observations.mkdir(parents=True, exist_ok=True)
-    asked = sorted({*files.RETENTIONS, *arguments.retention})
-    files.write_request(observations, files.Request(list(arguments.budgets_from), asked))
-    server_arguments, environment = _server(arguments, observations)
+    chosen, prompts = texts.calibration_prompts(
+        tokenizer, rule, arguments.samples, own, followed=ERROR in arguments.budgets_from
+    )
+    described = Run(
+        model=Path(arguments.model).resolve().name,
+        config_hash=config_hash(model_config(config)),
+        window=rule.window,
+        recent=rule.recent,
+        sinks=rule.sinks,
+        profiles=list(arguments.budgets_from),
+        selection=arguments.select,
+        retentions=sorted({*files.RETENTIONS, *arguments.retention}),
+        corpus_hash=texts.corpus_hash(chosen),
+        texts=[(text.kind, text.name) for text in chosen],
+        tokens=[len(prompt) for prompt in prompts],
+    )
+    out, stem = arguments.out, described.model.lower()
+    if not arguments.overwrite:
+        check_targets(out, described, arguments.retention, arguments.scope, arguments.alpha)
+    folder = RunFolder.open(arguments.observations or out / f"{stem}-observations", described)
+    wanted = stages(arguments.budgets_from, arguments.select)
+    if tokens_left(folder, wanted):
+        _measure(arguments, folder, wanted, prompts, rule, log)
+    recipe = calibrate.Recipe(arguments.retention, arguments.scope, arguments.alpha)
+    paths = calibrate.write_plans(folder, out, config, recipe, arguments.overwrite)
+    page = report.write_report(folder, recipe, arguments.report or out / f"{stem}-report")
+    print(f"report: {page}", file=sys.stderr)
+    return paths
+
+
+def _measure(
+    arguments: argparse.Namespace,
+    folder: RunFolder,
+    wanted: list[Stage],
+    prompts: list[list[int]],
+    rule: WindowRule,
+    log: Path,
+) -> None:
+    from tqdm import tqdm
+
+    from tangram_sglang.calib import calibrate
+
+    left, total = tokens_left(folder, wanted), len(wanted) * sum(folder.run.tokens)
+    if left < total:
+        print(
+            f"going on with {folder.path}: {total - left} of {total} tokens are there",
+            file=sys.stderr,
+        )
+    server_arguments, environment = _server(arguments, folder.live)
+    # the server reads it when it starts
+    folder.live.mkdir(exist_ok=True)
     with Server(server_arguments, environment, log) as server:
         print(f"{server.command_line}\nlog: {log}", file=sys.stderr)
         server.wait_until_ready()
-        with tqdm(total=sum(map(len, prompts)), unit=" tokens", disable=None) as bar:
-            for text, prompt in zip(chosen, prompts, strict=True):
-                bar.set_description(f"{text.kind}: {text.name}")
+        with tqdm(total=total, initial=total - left, unit=" tokens", disable=None) as bar:
+
+            def show(stage: Stage, i: int) -> None:
+                kind, name = folder.run.texts[i]
+                bar.set_description(f"{stage.name} pass, {kind}: {name}")
                 try:
-                    calibrate.feed(server.url, prompt)
+                    calibrate.feed(server.url, prompts[i])
                 except OSError as error:
                     server.check_alive()
-                    raise ServerError(f"no answer for {text.name}: {error}") from error
-                bar.update(len(prompt))
-    expected = sum(rule.sealed(len(prompt)) for prompt in prompts)
-    if (found := files.count_windows(observations)) != expected:
-        raise TangramError(
-            f"the server showed {found} windows of {expected}: it must serve these prompts alone, "
-            "in one process, and reuse no prefix"
-        )
-    recipe = calibrate.Recipe(
-        retentions=arguments.retention,
-        profiles=arguments.budgets_from,
-        scope=arguments.scope,
-        alpha=arguments.alpha,
-        window=arguments.window,
-        corpus_hash=texts.corpus_hash(chosen),
-    )
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    model_id = Path(arguments.model).resolve().name
-    return calibrate.write_plans(observations, arguments.out, model_id, config, recipe)
+                    raise ServerError(f"no answer for {name}: {error}") from error
+                bar.update(len(prompts[i]))
+
+            run_stages(folder, wanted, prompts, rule, show)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -134,17 +193,9 @@ def _check(arguments: argparse.Namespace) -> None:
         raise TangramError(f"--samples {arguments.samples}: a spread needs at least 2 windows")
     if not 0.0 <= arguments.alpha < float("inf"):
         raise TangramError(f"--alpha {arguments.alpha}: expected a number of at least 0")
-    for name in arguments.budgets_from:
-        if missing := create_scorer(name).needs - {"query_stats"}:
-            raise TangramError(
-                f"--budgets-from {name}: it needs {', '.join(sorted(missing))}, which calibration does "
-                "not hand over yet; choose one that reads K and V only, such as keydiff"
-            )
-        if "query_stats" in create_scorer(name).needs:
-            raise TangramError(
-                f"--budgets-from {name}: it needs query statistics, which this command makes; "
-                "choose scorers that need none, such as keydiff"
-            )
+    for name in (*arguments.budgets_from, arguments.select):
+        if name != ERROR or name == arguments.select:
+            create_scorer(name)
 
 
 def _load(model: str):
@@ -159,19 +210,19 @@ def _load(model: str):
         raise TangramError(f"--model {model} cannot be loaded: {reason}") from None
 
 
-def _server(arguments: argparse.Namespace, observations: Path) -> tuple[list[str], dict[str, str]]:
+def _server(arguments: argparse.Namespace, live: Path) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of a server that observes."""
     import torch
 
     settings = {
         "TANGRAM_RETENTION": "1.0",
         "TANGRAM_WINDOW": str(arguments.window),
-        "TANGRAM_OBSERVE": str(observations.resolve()),
+        "TANGRAM_OBSERVE": str(live.resolve()),
     }
     # a window that the prefix cache holds already would not be observed
     chunk = ["--chunked-prefill-size", str(CHUNK), "--disable-radix-cache"]
     if torch.cuda.is_available():
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("TANGRAM_")}
+        inherited = _without_settings(os.environ)
         return [
             *("--model-path", str(arguments.model)),
             *("--attention-backend", BACKEND),
@@ -180,13 +231,19 @@ def _server(arguments: argparse.Namespace, observations: Path) -> tuple[list[str
             "--skip-server-warmup",
             *chunk,
         ], {**inherited, **LOOPBACK, **settings}
-    environment = {
-        k: v
-        for k, v in cpu_environment(settings).items()
-        if not k.startswith("TANGRAM_") or k in settings or k == "TANGRAM_CPU_PLATFORM"
-    }
+    environment = {**_without_settings(cpu_environment({})), **settings}
     return [*cpu_arguments(arguments.model, BACKEND), *chunk], environment
+
+
+def _without_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    return {
+        k: v for k, v in environment.items() if not k.startswith("TANGRAM_") or k in KEPT_SETTINGS
+    }
 
 
 def _retentions(text: str) -> tuple[float, ...]:
     return tuple(dict.fromkeys(retention(part) for part in text.split(",")))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(text.split(",")))

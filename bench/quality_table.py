@@ -1,0 +1,163 @@
+"""The quality table: means over texts with their spread, and ratios to uniform budgets, with a plot."""
+
+import csv
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+FULL = "full"
+# half the width of a 95 % interval in standard errors, by degrees of freedom (Student)
+T95 = (0, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+# KL below this is rounding; it would decide a geometric mean
+LEAST_KL = 1e-7
+
+
+def summarise(rows: Sequence[Mapping]) -> list[dict]:
+    """One row for each way to compress and each of turn 1 and later turns.
+
+    KL is the geometric mean over documents of each one's mean, ``kl_factor`` the factor of one
+    standard deviation. The ratio to uniform budgets is paired by document.
+    """
+    by = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        turn = "turn 1" if int(row["turn"]) == 1 else "later"
+        way = (float(row["retention"]), row["scorer"], row["budgets"], turn)
+        by[way][row["task"], row["tokens_sha256"]].append(row)
+    order = {name: i for i, name in enumerate((FULL, "uniform"))}
+    ways = sorted(by, key=lambda x: (-x[0], x[1], order.get(x[2], 9), x[2], x[3] == "later"))
+    return [_summary(way, by) for way in ways]
+
+
+def _summary(way: tuple, by) -> dict:
+    rho, scorer, budgets, turn = way
+    kl = _means(by[way], "kl", "kl")
+    uniform = _means(by.get((rho, scorer, "uniform", turn), {}), "kl", "kl")
+    logs = np.array([math.log(max(x, LEAST_KL)) for x in kl.values()])
+    found = {
+        **{"retention": rho, "scorer": scorer, "budgets": budgets, "turn": turn},
+        **{"texts": len(kl), "held": "", "kl": "", "kl_factor": "", "top1": "", "top1_spread": ""},
+        **{"ratio": "", "ratio_low": "", "ratio_high": "", "better": ""},
+        **{"facts": 0, "right": "", "right_error": ""},
+    }
+    everything = [row for rows in by[way].values() for row in rows]
+    found["held"] = float(everything[0]["held"])
+    if len(kl) and scorer != FULL:
+        top1 = list(_means(by[way], "kl", "top1").values())
+        found |= {"kl": math.exp(logs.mean()), "top1": float(np.mean(top1))}
+        if len(kl) > 1:
+            found |= {"kl_factor": math.exp(logs.std(ddof=1)), "top1_spread": np.std(top1, ddof=1)}
+    if budgets != "uniform" and scorer != FULL:
+        found |= _ratio(kl, uniform)
+    facts = [int(row["right"]) for row in everything if row["task"] == "facts"]
+    if facts:
+        share = float(np.mean(facts))
+        error = math.sqrt(share * (1 - share) / len(facts))
+        found |= {"facts": len(facts), "right": share, "right_error": error}
+    return found
+
+
+def _means(texts: Mapping, task: str, name: str) -> dict:
+    return {
+        key: float(np.mean([float(row[name]) for row in rows]))
+        for key, rows in texts.items()
+        if key[0] == task
+    }
+
+
+def _ratio(kl: Mapping, uniform: Mapping) -> dict:
+    """Geometric mean of the paired ratios and its 95 % interval."""
+    logs = np.array(
+        [
+            math.log(max(kl[x], LEAST_KL)) - math.log(max(uniform[x], LEAST_KL))
+            for x in kl
+            if x in uniform
+        ]
+    )
+    if not len(logs):
+        return {}
+    found = {"ratio": math.exp(logs.mean()), "better": f"{int((logs < 0).sum())}/{len(logs)}"}
+    if len(logs) > 1:
+        half = T95[min(len(logs) - 1, len(T95) - 1)] * logs.std(ddof=1) / math.sqrt(len(logs))
+        found |= {
+            "ratio_low": math.exp(logs.mean() - half),
+            "ratio_high": math.exp(logs.mean() + half),
+        }
+    return found
+
+
+def table(summary: Sequence[Mapping]) -> str:
+    """The summary as text."""
+    lines = [
+        f"{'rho':>4} {'scorer':20}{'budgets':30}{'turn':8}{'n':>3}{'KL':>9}{'x/÷':>6}{'top-1':>8}"
+        f"{'to uniform':>21}{'better':>8}{'facts':>7}{'right':>13}"
+    ]
+    for x in summary:
+        ratio = ""
+        if x["ratio"] != "":
+            ratio = f"{x['ratio']:.2f}"
+            if x["ratio_low"] != "":
+                ratio += f" [{x['ratio_low']:.2f}, {x['ratio_high']:.2f}]"
+        right = f"{x['right']:.2f} ± {x['right_error']:.2f}" if x["right"] != "" else ""
+        lines.append(
+            f"{x['retention']:4g} {x['scorer']:20}{x['budgets']:30}{x['turn']:8}{x['texts']:3}"
+            f"{_cell(x['kl'], 4):>9}{_cell(x['kl_factor'], 1):>6}{_cell(x['top1'], 3):>8}"
+            f"{ratio:>21}{x['better']:>8}{x['facts']:7}{right:>13}"
+        )
+    return "\n".join(lines)
+
+
+def write_summary(summary: Sequence[Mapping], path: Path, record: Mapping[str, str]) -> None:
+    """The summary as CSV, with what it depends on in every row."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*summary[0], *record])
+        writer.writeheader()
+        for row in summary:
+            cells = {k: f"{x:.5f}" if isinstance(x, float) else x for k, x in row.items()}
+            writer.writerow({**cells, **record})
+
+
+def draw(summary: Sequence[Mapping], path: Path) -> None:
+    """KL of every way to compress, a panel for each retention and turn; nothing without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: matplotlib is not installed; pip install 'tangram-sglang[report]'")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [x for x in summary if x["kl"] != ""]
+    if not shown:
+        return
+    retentions = list(dict.fromkeys(x["retention"] for x in shown))
+    scorers = list(dict.fromkeys(x["scorer"] for x in shown))
+    budgets = list(dict.fromkeys(x["budgets"] for x in shown))
+    figure, axes = pyplot.subplots(
+        len(retentions), 2, figsize=(13, 3.4 * len(retentions)), squeeze=False, sharey="row"
+    )
+    for line, rho in zip(axes, retentions, strict=True):
+        for axis, turn in zip(line, ("turn 1", "later"), strict=True):
+            for i, name in enumerate(budgets):
+                mine = [
+                    x
+                    for x in shown
+                    if (x["retention"], x["turn"], x["budgets"]) == (rho, turn, name)
+                ]
+                offset = 0.8 * ((i + 0.5) / len(budgets) - 0.5)
+                at = [scorers.index(x["scorer"]) + offset for x in mine]
+                axis.bar(at, [x["kl"] for x in mine], 0.8 / len(budgets), label=name)
+            axis.set_yscale("log")
+            axis.set_xticks(range(len(scorers)), scorers, rotation=20, fontsize=8)
+            axis.set_title(f"retention {rho:g}, {turn}")
+    axes[0][0].set_ylabel("KL to full KV, geometric mean")
+    axes[0][0].legend(fontsize=7, title="budgets")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _cell(value, digits: int) -> str:
+    return "" if value == "" else f"{value:.{digits}f}"

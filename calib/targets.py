@@ -1,0 +1,73 @@
+"""Where the files of a calibration go, and whether they would replace those of another one."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tangram_sglang.calib.run_folder import Run
+from tangram_sglang.errors import TangramError
+from tangram_sglang.plan.file import PlanFile, load_plan
+
+
+def plan_path(out: Path, model: str, retention: float) -> Path:
+    return out / f"{model.lower()}-rho{retention:g}.json"
+
+
+def stats_path(out: Path, model: str) -> Path:
+    return out / f"{model.lower()}-query-stats.safetensors"
+
+
+def check_targets(
+    out: Path, run: Run, retentions: Sequence[float], scope: str, alpha: float
+) -> None:
+    """TangramError where a plan would take the place of another; nothing is measured before."""
+    paths = [plan_path(out, run.model, rho) for rho in retentions]
+    if twice := {path.name for path in paths if paths.count(path) > 1}:
+        raise TangramError(
+            f"--retention {','.join(map(repr, retentions))}: two of them would both be written to "
+            f"{twice.pop()}; give values that differ in six digits"
+        )
+    for path, retention in zip(paths, retentions, strict=True):
+        if not path.exists():
+            continue
+        wanted = {
+            "scorers": run.profiles,
+            "scope": scope,
+            "retention": retention,
+            "alpha": alpha,
+            "window": run.window,
+            "corpus_hash": run.corpus_hash,
+        }
+        found = _facts(path, wanted)
+        if found != wanted:
+            name = next(x for x in wanted if found.get(x) != wanted[x])
+            raise TangramError(
+                f"{path} is another plan (its {name} is {found.get(name)}, here it is "
+                f"{wanted[name]}) and would be overwritten; choose another --out, or give "
+                "--overwrite"
+            )
+
+
+def check_stats(out: Path, model: str, stats_hash: str, written: Sequence[Path]) -> None:
+    """TangramError where plans beside those ``written`` name other statistics of the same name."""
+    name = stats_path(out, model).name
+    for path in sorted(out.glob("*.json")):
+        plan = _plan(path)
+        if path in written or plan is None or plan.selection.stats_file != name:
+            continue
+        if plan.selection.stats_hash != stats_hash:
+            raise TangramError(
+                f"{path} belongs to other query statistics, which {name} of this calibration would "
+                "overwrite; choose another --out (all measurements are kept), or give --overwrite"
+            )
+
+
+def _plan(path: Path) -> PlanFile | None:
+    try:
+        return load_plan(path)
+    except TangramError:
+        return None
+
+
+def _facts(path: Path, wanted: dict) -> dict:
+    plan = _plan(path)
+    return {} if plan is None else {name: getattr(plan.calibration, name) for name in wanted}
