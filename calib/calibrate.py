@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tangram_sglang import __version__
-from tangram_sglang.calib.profiles import plan_budgets, queries_of
+from tangram_sglang.calib.profiles import DRIFT, drift_limits, plan_budgets, queries_of
 from tangram_sglang.calib.query_stats import save_query_stats
 from tangram_sglang.calib.run_folder import RunFolder
 from tangram_sglang.calib.stages import RANK
@@ -23,6 +23,7 @@ from tangram_sglang.errors import TangramError
 from tangram_sglang.plan.file import (
     FORMAT,
     Calibration,
+    Drift,
     ModelSpec,
     PlanFile,
     Selection,
@@ -94,6 +95,7 @@ def write_plans(
     paths = []
     for retention in recipe.retentions:
         found = plan_budgets(folder, recipe.scope, retention, recipe.alpha)
+        limits = drift_limits(folder, recipe.scope, retention)
         plan = PlanFile(
             format=FORMAT,
             tool_version=__version__,
@@ -111,6 +113,7 @@ def write_plans(
             layers=[x.layer_id for x in queries.shape.layers],
             budgets=[round(float(x), 5) for x in found.budgets],
             spread=[round(float(x), 5) for x in found.spread],
+            drift=Drift(DRIFT, [round(float(x), 5) for x in limits]),
         )
         path = plan_path(out, run.model, retention)
         save_plan(plan, path)

@@ -95,6 +95,10 @@ class Observer:
         if self._errors is not None and layer_id in self._heads:
             self._errors.context(layer_id, k, v)
 
+    def wants(self, layer_id: int) -> bool:
+        """Every window is looked at."""
+        return True
+
     @torch.no_grad()
     def window(self, layer_id: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Score one complete window of one layer, K and V [H, W, D] as the layer stored them."""

@@ -17,6 +17,9 @@ from tangram_sglang.calib.observations import Queries, read_queries
 from tangram_sglang.calib.run_folder import RunFolder, prompt_of
 
 ERROR = "error"
+# whose shares are recorded for TANGRAM_DRIFT: reads K alone, so that watching is cheap
+DRIFT = "keydiff"
+DRIFT_ALPHA = 2.0
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,11 @@ def samples(folder: RunFolder, profile: str, scope: str, retention: float) -> Sa
         kept,
         layer_heads if scope == "layer" else None,
     )
+
+
+def drift_limits(folder: RunFolder, scope: str, retention: float) -> np.ndarray:
+    """[H], mean + 2 standard deviations of each head's share by ``DRIFT``."""
+    return samples(folder, DRIFT, scope, retention).budgets(retention, DRIFT_ALPHA).budgets
 
 
 def plan_budgets(folder: RunFolder, scope: str, retention: float, alpha: float) -> Budgets:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tangram_sglang.calib import observations as files
-from tangram_sglang.calib.profiles import ERROR, queries_of
+from tangram_sglang.calib.profiles import DRIFT, ERROR, queries_of
 from tangram_sglang.calib.query_stats import save_query_stats
 from tangram_sglang.calib.run_folder import RunFolder
 from tangram_sglang.errors import TangramError
@@ -36,10 +36,10 @@ class Stage:
 
 
 def stages(profiles: tuple[str, ...], selection: str) -> list[Stage]:
-    """What has to be run for ``profiles``."""
+    """What has to be run for ``profiles``, and for the limits of ``TANGRAM_DRIFT``."""
     scorers = [name for name in profiles if name != ERROR]
     late = tuple(x for x in scorers if "query_stats" in create_scorer(x).needs)
-    early = tuple(x for x in scorers if x not in late)
+    early = tuple(x for x in dict.fromkeys((*scorers, DRIFT)) if x not in late)
     found = [Stage("first", early)]
     if late or ERROR in profiles:
         found.append(Stage("second", late, selection if ERROR in profiles else None))

@@ -28,6 +28,7 @@ class Settings:
         sinks: first tokens of a request that every head keeps.
         grouping: ``global`` groups heads across layers, ``layer`` within one.
         pool_bytes: bytes of KV pages; None takes SGLang's memory fraction.
+        drift: share of windows that are compared with the calibration, [0, 1]; 0 compares none.
     """
 
     plan: str | None = None
@@ -40,6 +41,7 @@ class Settings:
     sinks: int = 4
     grouping: str = "global"
     pool_bytes: int | None = None
+    drift: float = 0.0
 
     def __post_init__(self):
         if self.retention is not None and not 0.0 < self.retention <= 1.0:
@@ -54,6 +56,8 @@ class Settings:
             raise _bad("SINKS", self.sinks, "a whole number of at least 0")
         if self.pool_bytes is not None and self.pool_bytes <= 0:
             raise _bad("POOL_BYTES", self.pool_bytes, "a positive number of bytes")
+        if not 0.0 <= self.drift <= 1.0:
+            raise _bad("DRIFT", self.drift, "a share of windows to look at, from 0 to 1")
         if self.grouping not in GROUPINGS:
             raise _bad("GROUPING", self.grouping, " or ".join(GROUPINGS))
 
@@ -97,7 +101,7 @@ def _parse(name: str, text: str):
     try:
         if name in _INTEGERS:
             return int(text)
-        return float(text) if name == "retention" else text
+        return float(text) if name in ("retention", "drift") else text
     except ValueError:
         kind = "a whole number" if name in _INTEGERS else "a number"
         raise _bad(name.upper(), text, kind) from None

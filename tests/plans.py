@@ -10,6 +10,7 @@ from tangram_sglang import __version__
 from tangram_sglang.plan.file import (
     FORMAT,
     Calibration,
+    Drift,
     ModelSpec,
     PlanFile,
     Selection,
@@ -21,7 +22,15 @@ from tests.reference.layout import model_shape
 
 
 def write_plan(
-    model, folder: Path, *, scorer="keydiff", retention=0.5, window=32, stats=None, seed=0
+    model,
+    folder: Path,
+    *,
+    scorer="keydiff",
+    retention=0.5,
+    window=32,
+    stats=None,
+    seed=0,
+    drift=None,
 ) -> tuple[Path, list[float]]:
     """A plan with skewed budgets for a Hugging Face ``model``; its path and the budgets."""
     shape = model_shape(model)
@@ -44,6 +53,7 @@ def write_plan(
         layers=sorted({layer for layer, _ in heads}),
         budgets=budgets,
         spread=[0.05] * len(budgets),
+        drift=None if drift is None else Drift("keydiff", drift),
     )
     path = folder / f"plan-{scorer}.json"
     save_plan(plan, path)

@@ -75,6 +75,8 @@ SETTINGS = [
     ({"TANGRAM_PLAN": "/nowhere/plan.json"}, "/nowhere/plan.json cannot be read"),
     ({"TANGRAM_SINKS": "5"}, "5 sinks exceed the page of 4"),
     ({"TANGRAM_POOL_BYTES": "-1"}, "TANGRAM_POOL_BYTES=-1"),
+    ({"TANGRAM_DRIFT": "2"}, "TANGRAM_DRIFT=2.0"),
+    ({"TANGRAM_DRIFT": "0.1"}, "pass --enable-metrics"),
 ]
 
 

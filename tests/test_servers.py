@@ -195,6 +195,7 @@ def test_metrics_count_what_happened(quarter):
 
 def test_every_metric_is_documented_and_no_other_is(quarter):
     text = (Path(__file__).resolve().parents[1] / "docs" / "metrics.md").read_text()
-    documented = set(re.findall(r"^\| `(tangram:\w+)`", text, re.MULTILINE))
+    # those of TANGRAM_DRIFT carry their own condition: test_drift.py
+    documented = set(re.findall(r"^\| `(tangram:(?!drift)\w+)`", text, re.MULTILINE))
     exported = {name for name in scrape(quarter) if name.startswith("tangram:")}
     assert exported == documented

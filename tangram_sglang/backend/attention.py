@@ -26,15 +26,15 @@ class TangramAttentionBackend(AttentionBackend):
 
     Args:
         model_runner: SGLang's, with our pools in place.
-        observer: sees queries and windows when calibrating (``calib.observer``), else None.
+        watcher: sees queries and windows of prompts (``calib.observer``, ``backend.drift``), or None.
     """
 
-    def __init__(self, model_runner, observer=None):
+    def __init__(self, model_runner, watcher=None):
         super().__init__()
         self.device = model_runner.device
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
-        self.observer = observer
+        self.watcher = watcher
         self.layers, self.kinds = head_tables(self.token_to_kv_pool.plan.layout, self.device)
         # on a CPU the device's table is the host's
         self.table = torch.from_numpy(self.token_to_kv_pool.rows.table)
@@ -96,10 +96,10 @@ class TangramAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs,
     ) -> torch.Tensor:
-        if self.observer is not None:
+        if self.watcher is not None:
             queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
-            self.observer.queries(layer.layer_id, queries, forward_batch.positions)
-            self.observer.context(layer.layer_id, k, v)
+            self.watcher.queries(layer.layer_id, queries, forward_batch.positions)
+            self.watcher.context(layer.layer_id, k, v)
         return self._forward(q, k, v, layer, save_kv_cache, kwargs)
 
     def _forward(self, q, k, v, layer, save_kv_cache, unknown) -> torch.Tensor:

@@ -9,6 +9,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from tangram_sglang.backend.allocator import TangramAllocator
 from tangram_sglang.backend.attention import TangramAttentionBackend
 from tangram_sglang.backend.build import startup_line
+from tangram_sglang.backend.drift import DriftWatch
 from tangram_sglang.backend.kv_pool import TangramKVPool
 from tangram_sglang.backend.req_pool import TangramReqToTokenPool
 from tangram_sglang.errors import TangramError
@@ -42,9 +43,9 @@ def create_backend(model_runner) -> AttentionBackend:
             plan.layout.retention_held,
             plan.retention,
         )
-    observer = _observer(model_runner)
+    watcher = _watcher(model_runner)
     if model_runner.device == "cpu":
-        return TangramAttentionBackend(model_runner, observer)
+        return TangramAttentionBackend(model_runner, watcher)
     if torch.version.hip is not None:
         raise TangramError(
             "tangram's kernels are made for NVIDIA GPUs, this torch is built for AMD ones: choose "
@@ -52,13 +53,21 @@ def create_backend(model_runner) -> AttentionBackend:
         )
     from tangram_sglang.backend.cuda_attention import TangramCudaBackend
 
-    return TangramCudaBackend(model_runner, observer)
+    return TangramCudaBackend(model_runner, watcher)
 
 
-def _observer(model_runner):
-    path = observe_path()
-    if path is None:
-        return None
+def _watcher(model_runner):
+    """Who sees windows as they are sealed: calibration, the watch for drift, or nobody."""
+    pool, path = model_runner.token_to_kv_pool, observe_path()
+    if pool.plan.drift is not None:
+        if path is not None:
+            raise TangramError("TANGRAM_DRIFT and TANGRAM_OBSERVE exclude each other; unset one")
+        pool.drift = DriftWatch(pool.plan.drift, pool.plan.layout, pool.device)
+        return pool.drift
+    return None if path is None else _observer(model_runner, path)
+
+
+def _observer(model_runner, path: str):
     from tangram_sglang.backend.model_shape import model_shape
     from tangram_sglang.backend.projections import output_projections
     from tangram_sglang.backend.rope import rotary_frequencies

@@ -44,19 +44,19 @@ class TangramCudaBackend(AttentionBackend):
 
     Args:
         model_runner: SGLang's, with our pools in place.
-        observer: sees queries and windows when calibrating (``calib.observer``), else None.
+        watcher: sees queries and windows of prompts (``calib.observer``, ``backend.drift``), or None.
     """
 
     needs_cpu_seq_lens = False
     # a dummy batch has as many rows as the pool, and ours has tables for no more
     extend_dummy_seqs_capped_by_req_pool = True
 
-    def __init__(self, model_runner, observer=None):
+    def __init__(self, model_runner, watcher=None):
         super().__init__()
         self.device = model_runner.device
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = pool = model_runner.token_to_kv_pool
-        self.observer = observer
+        self.watcher = None
         self._rows = pool.rows
         self._layout = pool.plan.layout
         self._table = DeviceTable(pool.rows, self.device)
@@ -75,8 +75,10 @@ class TangramCudaBackend(AttentionBackend):
         self._splits = SplitDispatch(self._tables, self._layout, pool.pages, self._ratio)
         self._n_win = torch.zeros(pool.rows.table.shape[0], dtype=torch.int32, device=self.device)
         self._lists: dict[str, torch.Tensor] = {}
+        self._sealing: list[list[int]] = []  # row and window of each unit
         self._batch = 0
         warm_up(self, model_runner.model)
+        self.watcher = watcher
 
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
         return SharedReadEnds.PRE_REPLAY if fm.is_decode() else SharedReadEnds.UNKNOWN
@@ -157,12 +159,12 @@ class TangramCudaBackend(AttentionBackend):
         out = q.new_empty(q.shape)
         mine, lists = self._layers[layer.layer_id], self._lists
         pool, table, old = self.token_to_kv_pool.pages, self._table.tensor, lists["old"]
-        if self.observer is not None:
-            self.observer.queries(layer.layer_id, q, forward_batch.positions)
-            self.observer.context(layer.layer_id, k, v)
+        if self.watcher is not None:
+            self.watcher.queries(layer.layer_id, q, forward_batch.positions)
+            self.watcher.context(layer.layer_id, k, v)
         if mine.sliding_window is None and len(lists["units"]):
-            if self.observer is not None:
-                self._observe(layer.layer_id, k, v, mine)
+            if self.watcher is not None:
+                self._show(layer.layer_id, k, v, mine)
             self._sealer.seal(lists["units"], old, k, v, mine.seal)
         prefill_attention(
             q,
@@ -183,12 +185,14 @@ class TangramCudaBackend(AttentionBackend):
         raw_write(pool, table, k, v, lists[f"spans{mine.kind}"], mine.seal.index, mine.ring)
         return out.flatten(1)
 
-    def _observe(self, layer_id: int, k, v, mine: LayerIndex) -> None:
-        lists = self._lists
-        seen_k, seen_v = self._sealer.windows(lists["units"], lists["old"], k, v, mine.seal)
-        for i, window in enumerate(lists["units"][:, 1].tolist()):
-            start = window * self._layout.rule.window
-            self.observer.window(layer_id, start, seen_k[i], seen_v[i])
+    def _show(self, layer_id: int, k, v, mine: LayerIndex) -> None:
+        """Show the watcher those windows that it wants; row 0's are nobody's."""
+        units, old = self._lists["units"], self._lists["old"]
+        for i, (row, window) in enumerate(self._sealing):
+            if row and self.watcher.wants(layer_id):
+                seen_k, seen_v = self._sealer.windows(units[i : i + 1], old, k, v, mine.seal)
+                start = window * self._layout.rule.window
+                self.watcher.window(layer_id, start, seen_k[0], seen_v[0])
 
     def _granted(self) -> list[Step]:
         """Steps of the batch, in its order; none for batches of SGLang's own warm-up."""
@@ -207,6 +211,7 @@ class TangramCudaBackend(AttentionBackend):
             starts = [layout.tail_start(window, p.n1, p.floor) for p in pieces]
             lists[f"tiles{i}"] = prefill_tiles(pieces, rule, self._tile, window, mean)
             lists[f"spans{i}"] = raw_spans(pieces, starts, BLOCK)
+        self._sealing = lists["units"][:, :2].tolist()
         self._split = self._splitter.of(lists["tiles0"]) if layout.num_full else None
         self._lists = self._send(lists)
 

@@ -3,6 +3,7 @@
 import torch
 from sglang.srt.mem_cache.memory_pool import GB, KVCache
 
+from tangram_sglang.backend.drift import DriftWatch
 from tangram_sglang.cache.node import Prefix
 from tangram_sglang.cache.store import PrefixStore
 from tangram_sglang.plan.serving import ServingPlan
@@ -46,6 +47,8 @@ class TangramKVPool(KVCache):
         # set by the prefix cache, which SGLang builds last; and the prefix matched last
         self.store: PrefixStore | None = None
         self.candidate: Prefix | None = None
+        # set with the backend, where TANGRAM_DRIFT asks for it
+        self.drift: DriftWatch | None = None
         self.spare = range(num_pages + 1, num_pages + 1 + num_spare)
         shape = (self.spare.stop, layout.per_group, 2, layout.rule.page, layout.head_dim)
         self.pages = torch.zeros(shape, dtype=dtype, device=device)

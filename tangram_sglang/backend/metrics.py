@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 
+import numpy as np
+
+from tangram_sglang.backend.drift import DriftWatch
 from tangram_sglang.backend.kv_pool import TangramKVPool
 
 
@@ -29,6 +32,7 @@ class KVMetrics:
         self._finished = {
             name: Counter(f"tangram:finished_{name}", text) for name, text in _FINISHED.items()
         }
+        self._drift = None if pool.drift is None else _DriftMetrics(pool.drift)
         self.publish()
 
     def publish(self) -> None:
@@ -40,6 +44,8 @@ class KVMetrics:
                 seen[0] = value
         for gauge, state in self._states:
             gauge.set(state())
+        if self._drift is not None:
+            self._drift.publish()
 
     def finished(self, n: int, floor: int) -> None:
         """Count a request that ended with ``n`` tokens stored and started from ``floor`` windows."""
@@ -89,6 +95,32 @@ class KVMetrics:
                 lambda: tally.evicted_pages,
             ),
         ]
+
+
+class _DriftMetrics:
+    """Exports what a ``DriftWatch`` counted."""
+
+    def __init__(self, watch: DriftWatch):
+        from prometheus_client import Counter
+
+        self._watch = watch
+        self._windows, self._seen = 0, np.zeros(len(watch.heads), dtype=np.int64)
+        self._looked_at = Counter("tangram:drift_windows", "Windows compared with the calibration.")
+        self._exceeded = Counter(
+            "tangram:drift_exceeded",
+            "Of these, windows in which a head asked for more than nearly all of the calibration's.",
+            ["layer", "head"],
+        )
+
+    def publish(self) -> None:
+        windows, exceeded = self._watch.read()
+        if windows == self._windows:
+            return
+        self._looked_at.inc(windows - self._windows)
+        for i in np.flatnonzero(exceeded - self._seen):
+            layer, head = self._watch.heads[i]
+            self._exceeded.labels(layer, head).inc(int(exceeded[i] - self._seen[i]))
+        self._windows, self._seen = windows, exceeded
 
 
 _FINISHED = {

@@ -67,8 +67,9 @@ class PrefillRow:
         for window in range(self._step.s0, self._step.s1):
             span = slice(window * size - raw_start, (window + 1) * size - raw_start)
             k, v = raw_k[:, span], raw_v[:, span]
-            if self._backend.observer is not None:
-                self._backend.observer.window(layer_id, window * size, k, v)
+            watcher = self._backend.watcher
+            if watcher is not None and watcher.wants(layer_id):
+                watcher.window(layer_id, window * size, k, v)
             self._backend.compressor.seal(
                 self._step.row,
                 window,

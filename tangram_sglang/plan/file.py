@@ -62,6 +62,18 @@ class Selection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stats_hash: str | None = None
 
 
+class Drift(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What calibration saw heads ask for, to be compared with what they ask for when serving.
+
+    Attributes:
+        scorer: whose shares; one that reads K, V and positions only.
+        limits: mean + 2 standard deviations of each head's share, in global head order.
+    """
+
+    scorer: str
+    limits: list[Share]
+
+
 class PlanFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One plan.
 
@@ -70,6 +82,7 @@ class PlanFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         spread: standard deviation of each head's share over the samples.
         layers: ids of the full-attention layers.
         tool_version: version of tangram_sglang that wrote the file.
+        drift: for ``TANGRAM_DRIFT``.
     """
 
     format: str
@@ -80,6 +93,7 @@ class PlanFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layers: list[int]
     budgets: list[Share]
     spread: list[Annotated[float, Meta(ge=0.0)]]
+    drift: Drift | None = None
 
 
 def config_hash(config: dict) -> str:
@@ -129,6 +143,8 @@ def _check(plan: PlanFile, path: Path) -> None:
         raise wrong("calibration.scope", plan.calibration.scope, "global or layer")
     if len(plan.spread) != len(plan.budgets):
         raise wrong("length of spread", len(plan.spread), len(plan.budgets))
+    if plan.drift is not None and len(plan.drift.limits) != len(plan.budgets):
+        raise wrong("length of drift.limits", len(plan.drift.limits), len(plan.budgets))
     if not plan.layers or len(plan.budgets) % len(plan.layers):
         raise wrong("length of budgets", len(plan.budgets), f"a multiple of {len(plan.layers)}")
     if (plan.selection.stats_file is None) != (plan.selection.stats_hash is None):

@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from tangram_sglang.errors import TangramError
+from tangram_sglang.plan.drift import DriftRule, drift_rule
 from tangram_sglang.plan.file import PlanFile, check_model, load_plan
 from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.model_config import model_config
@@ -40,6 +41,7 @@ class ServingPlan:
         scaling: [H] fp32, factor on q.k before the softmax, of every full-attention KV head; if the
             scorer reads queries.
         inv_freq: [H, rotary_dim / 2] fp64, of the same, if the scorer reads them.
+        drift: what to watch of it, if asked for.
         digest: of all that decides which tokens are kept and where they lie; what is cached under
             one digest means nothing under another.
     """
@@ -53,6 +55,7 @@ class ServingPlan:
     digest: str
     scaling: torch.Tensor | None = None
     inv_freq: torch.Tensor | None = None
+    drift: DriftRule | None = None
 
 
 def read_plan(settings: Settings, hf_config: Any) -> PlanFile | None:
@@ -61,6 +64,8 @@ def read_plan(settings: Settings, hf_config: Any) -> PlanFile | None:
     Also checks what needs no weights: windows, pages, the scorer's name.
     """
     _rule(settings, None)
+    if settings.plan is None:
+        drift_rule(settings, None)
     if settings.scorer is not None:
         create_scorer(settings.scorer)
     if settings.plan is None:
@@ -68,6 +73,7 @@ def read_plan(settings: Settings, hf_config: Any) -> PlanFile | None:
     plan = load_plan(settings.plan)
     check_model(plan, model_config(hf_config), settings.plan)
     _rule(settings, plan)
+    drift_rule(settings, plan)
     return plan
 
 
@@ -140,6 +146,7 @@ def serving_plan(
         digest,
         scaling,
         inv_freq,
+        drift_rule(settings, plan),
     )
 
 

@@ -12,8 +12,10 @@ from torch import nn
 from tangram_sglang.backend import split_dispatch, splitter
 from tangram_sglang.backend.attention import TangramAttentionBackend
 from tangram_sglang.backend.cuda_attention import TangramCudaBackend
+from tangram_sglang.backend.drift import DriftWatch
 from tangram_sglang.backend.kv_pool import TangramKVPool
 from tangram_sglang.cache.store import PrefixStore
+from tangram_sglang.plan.drift import DriftRule
 from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.serving import ServingPlan
 from tangram_sglang.plan.shape import LayerShape, ModelShape
@@ -26,7 +28,7 @@ RULE = WindowRule(16, 8, 4, 2)
 
 
 class Side:
-    """One backend over a pool of its own; both sides take the same steps."""
+    """One backend over a pool of its own; both sides take the same steps and are watched."""
 
     def __init__(self, backend, pages: int, spare: int):
         shape = ModelShape(
@@ -63,7 +65,9 @@ class Side:
             device=self.device, req_to_token_pool=None, token_to_kv_pool=self.pool, model=model
         )
         self.layers = layers
-        self.backend = backend(runner)
+        rule = DriftRule("keydiff", (0.3, 0.5, 0.4, 0.6), 0.5, "global", 2)
+        self.watch = DriftWatch(rule, layout, self.device)
+        self.backend = backend(runner, self.watch)
 
     def forward(self, targets, decode: bool, qkv) -> list[torch.Tensor]:
         """One step of SGLang's: pages, metadata, then every layer."""
@@ -139,6 +143,10 @@ def test_prefill_chunks_and_decode_equal_the_cpu_backend(sides, monkeypatch, sca
             assert torch.allclose(a, b, atol=1e-5)
     assert (copied > 0) == scarce
     assert gpu.pool.rows.tally.compression_s > 0
+    for side in (cpu, gpu):
+        side.watch.read()
+    assert cpu.watch.read()[0] == gpu.watch.read()[0] > 0
+    assert np.array_equal(cpu.watch.read()[1], gpu.watch.read()[1])
 
 
 def test_a_larger_batch_leaves_captured_graphs_their_workspace(sides):
