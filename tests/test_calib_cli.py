@@ -51,7 +51,7 @@ def test_the_command_writes_a_plan_a_retention_and_one_statistics_file(
 ):
     monkeypatch.setattr(calibrate, "Server", StandIn)
     monkeypatch.setenv("TANGRAM_PLAN", "/of/the/user")
-    assert run(model, tmp_path / "new" / "plans") == 0
+    assert run(model, tmp_path / "new" / "plans", "--server-args=--load-format dummy") == 0
     printed = [Path(line) for line in capsys.readouterr().out.splitlines()]
     assert [path.name for path in printed] == ["tiny-llama-rho0.5.json", "tiny-llama-rho0.33.json"]
 
@@ -71,9 +71,12 @@ def test_the_command_writes_a_plan_a_retention_and_one_statistics_file(
         assert mean.mean() == pytest.approx(rho, abs=1e-2)
         stats = path.with_name(plan.selection.stats_file)
         load_query_stats(stats, plan.selection.stats_hash, SHAPE)
+        # the profile is the one that drift is watched by
+        assert plan.drift.scorer == "keydiff" and plan.drift.limits == plan.budgets
     files = {path.name for path in printed[0].parent.iterdir() if path.is_file()}
     assert files == {*(path.name for path in printed), "tiny-llama-query-stats.safetensors"}
 
+    assert StandIn.last.arguments[-2:] == ["--load-format", "dummy"]
     environment = StandIn.last.environment
     assert environment["TANGRAM_RETENTION"] == "1.0"
     assert environment["TANGRAM_WINDOW"] == "64"

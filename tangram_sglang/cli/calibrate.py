@@ -7,6 +7,7 @@ prompt: a command that was cut off goes on where it stopped, and one that is rep
 
 import argparse
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -90,6 +91,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--report", type=Path, metavar="DIR", help="folder of the report (OUT/<model>-report)"
+    )
+    parser.add_argument(
+        "--server-args",
+        type=shlex.split,
+        default=[],
+        metavar="ARGS",
+        help="further arguments of the server, in one string: --server-args='--load-format dummy'",
     )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace plans of another calibration in OUT"
@@ -230,9 +238,11 @@ def _server(arguments: argparse.Namespace, live: Path) -> tuple[list[str], dict[
             "--cuda-graph-backend-prefill=disabled",
             "--skip-server-warmup",
             *chunk,
+            *arguments.server_args,
         ], {**inherited, **LOOPBACK, **settings}
     environment = {**_without_settings(cpu_environment({})), **settings}
-    return [*cpu_arguments(arguments.model, BACKEND), *chunk], environment
+    flags = [*cpu_arguments(arguments.model, BACKEND), *chunk, *arguments.server_args]
+    return flags, environment
 
 
 def _without_settings(environment: Mapping[str, str]) -> dict[str, str]:
