@@ -165,7 +165,8 @@ class TangramCudaBackend(AttentionBackend):
         if mine.sliding_window is None and len(lists["units"]):
             if self.watcher is not None:
                 self._show(layer.layer_id, k, v, mine)
-            self._sealer.seal(lists["units"], old, k, v, mine.seal)
+            windows = [window for _, window in self._sealing]
+            self._sealer.seal(lists["units"], old, k, v, mine.seal, windows)
         prefill_attention(
             q,
             k,
@@ -231,7 +232,8 @@ class TangramCudaBackend(AttentionBackend):
             nothing = self.token_to_kv_pool.pages.new_empty(
                 0, len(self._everyone.index.kept), self._layout.head_dim
             )
-            self._sealer.seal(sent["units"], sent["old"], nothing, nothing, self._everyone)
+            windows = lists["units"][:, 1].tolist()
+            self._sealer.seal(sent["units"], sent["old"], nothing, nothing, self._everyone, windows)
 
     def _send(self, lists) -> dict[str, torch.Tensor]:
         sent = self._upload.send(lists)

@@ -1,5 +1,6 @@
 """Seals windows on a GPU: scores, selection and the write of what is kept, for many at once."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +65,7 @@ class Sealer:
         k: torch.Tensor,
         v: torch.Tensor,
         heads: SealHeads,
+        windows: Sequence[int],
     ) -> torch.Tensor | None:
         """Seal every window of ``units`` in ``heads``.
 
@@ -71,6 +73,7 @@ class Sealer:
             units: [units, UNIT_FIELDS] int32.
             old: [N] int32, pages of the raw tails before the step.
             k, v: [T, H, D], the step's own tokens; anything where no unit has new tokens.
+            windows: the window of each unit, as ``units`` says on the device.
 
         Returns:
             [units, H, most] int32, offsets kept (K[h] of each line), or None where all are.
@@ -78,7 +81,7 @@ class Sealer:
         with self._clock.measure():
             positions = None
             if self._scorer is not None:
-                scores = self._scores(units, old, k, v, heads)
+                scores = self._scores(units, old, k, v, heads, windows)
                 positions = scores.new_empty(*scores.shape[:2], heads.most, dtype=torch.int32)
                 select(positions, scores, units, heads.index.kept, self._rule.sinks)
             window = self._rule.window
@@ -103,7 +106,7 @@ class Sealer:
         gather_windows(out_k, out_v, k, v, self._pool, old, units, heads.index)
         return out_k, out_v
 
-    def _scores(self, units, old, k, v, heads: SealHeads) -> torch.Tensor:
+    def _scores(self, units, old, k, v, heads: SealHeads, windows: Sequence[int]) -> torch.Tensor:
         shape = (len(units), len(heads.index.kept), self._rule.window)
         scores = torch.empty(shape, dtype=torch.float32, device=self._pool.device)
         if isinstance(self._scorer, KeyDiff):
@@ -117,14 +120,14 @@ class Sealer:
                 scores, logits, k, v, self._pool, old, units, heads.index, queries,
                 self._rule.sinks,
             )  # fmt: skip
-        return self._any_scores(scores, units, old, k, v, heads)
+        return self._any_scores(scores, units, old, k, v, heads, windows)
 
-    def _any_scores(self, scores, units, old, k, v, heads: SealHeads) -> torch.Tensor:
-        """Scorers without a kernel see whole windows; costs a wait for the device."""
+    def _any_scores(self, scores, units, old, k, v, heads: SealHeads, windows) -> torch.Tensor:
+        """Scorers without a kernel see whole windows, one after the other."""
         out_k, out_v = self.windows(units, old, k, v, heads)
         index = torch.arange(heads.span.start, heads.span.stop, device=scores.device)
         stats = None if self._stats is None else self._stats.select(index)
-        for i, window in enumerate(units[:, 1].tolist()):
+        for i, window in enumerate(windows):
             sinks = self._rule.sinks if window == 0 else 0
             start = window * self._rule.window
             scores[i] = self._scorer.score(Window(out_k[i], out_v[i], start, index, sinks, stats))

@@ -30,7 +30,7 @@ RULE = WindowRule(16, 8, 4, 2)
 class Side:
     """One backend over a pool of its own; both sides take the same steps and are watched."""
 
-    def __init__(self, backend, pages: int, spare: int):
+    def __init__(self, backend, pages: int, spare: int, scorer: str = "keydiff"):
         shape = ModelShape(
             tuple(LayerShape(i, Q_HEADS, HEADS, DIM, None, DIM**-0.5) for i in range(LAYERS))
         )
@@ -44,7 +44,7 @@ class Side:
             max_tokens=200,
         )
         self.device = GPU if backend is TangramCudaBackend else "cpu"
-        plan = ServingPlan("test", 0.5, "keydiff", create_scorer("keydiff"), None, layout, "none")
+        plan = ServingPlan("test", 0.5, scorer, create_scorer(scorer), None, layout, "none")
         self.pool = TangramKVPool(
             plan,
             size=200,
@@ -94,10 +94,11 @@ def sides(monkeypatch):
         # the occupancy of a kernel is a GPU's
         monkeypatch.setattr(split_dispatch, "resident_programs", lambda *a, **k: 6)
 
-    def make(pages):
+    def make(pages, scorer="keydiff"):
         spare = Side(TangramAttentionBackend, 400, 0).pool.plan.layout
         spare = spare.num_full * RULE.tail_pages
-        return Side(TangramAttentionBackend, pages, 0), Side(TangramCudaBackend, pages, spare)
+        cpu = Side(TangramAttentionBackend, pages, 0, scorer)
+        return cpu, Side(TangramCudaBackend, pages, spare, scorer)
 
     return make
 
@@ -117,17 +118,8 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-@pytest.mark.parametrize("scarce", [False, True], ids=["roomy", "scarce"])
-def test_prefill_chunks_and_decode_equal_the_cpu_backend(sides, monkeypatch, scarce, split):
-    """In a pool of just the pages that are held, a step hands out some that it still reads."""
-    if split:
-        # as for a short message in a long conversation
-        monkeypatch.setattr(splitter, "split_counts", lambda *a: (2, 1))
-    cpu, gpu = sides(400)
-    if scarce:
-        layout = cpu.pool.plan.layout
-        cpu, gpu = sides(max(sum(layout.pages(n) for _, n in targets) for targets, _ in STEPS))
+def run_both(cpu, gpu) -> int:
+    """Both sides through ``STEPS``, outputs compared; pages that steps read and gave away."""
     generator = torch.Generator().manual_seed(0)
     prompts = {1: 61, 2: 23}
     for side in (cpu, gpu):
@@ -141,12 +133,33 @@ def test_prefill_chunks_and_decode_equal_the_cpu_backend(sides, monkeypatch, sca
         copied += len(np.intersect1d(gpu.pool.rows.taken, _tails(gpu)))
         for a, b in zip(expected, found, strict=True):
             assert torch.allclose(a, b, atol=1e-5)
+    return copied
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("scarce", [False, True], ids=["roomy", "scarce"])
+def test_prefill_chunks_and_decode_equal_the_cpu_backend(sides, monkeypatch, scarce, split):
+    """In a pool of just the pages that are held, a step hands out some that it still reads."""
+    if split:
+        # as for a short message in a long conversation
+        monkeypatch.setattr(splitter, "split_counts", lambda *a: (2, 1))
+    cpu, gpu = sides(400)
+    if scarce:
+        layout = cpu.pool.plan.layout
+        cpu, gpu = sides(max(sum(layout.pages(n) for _, n in targets) for targets, _ in STEPS))
+    copied = run_both(cpu, gpu)
     assert (copied > 0) == scarce
     assert gpu.pool.rows.tally.compression_s > 0
     for side in (cpu, gpu):
         side.watch.read()
     assert cpu.watch.read()[0] == gpu.watch.read()[0] > 0
     assert np.array_equal(cpu.watch.read()[1], gpu.watch.read()[1])
+
+
+@pytest.mark.parametrize("scorer", ["streaming", "knorm"])
+def test_scorers_without_a_kernel_of_their_own(sides, scorer):
+    """In prefill and in decode; they get their windows' numbers from the host."""
+    run_both(*sides(400, scorer))
 
 
 def test_a_larger_batch_leaves_captured_graphs_their_workspace(sides):
