@@ -42,6 +42,7 @@ def run(model, out, *more):
     return status_of(
         *("--model", model, "--retention", "0.5,0.33", "--out", out),
         *("--window", 64, "--samples", 40),
+        *(() if "--budgets-from" in more else ("--budgets-from", "keydiff")),
         *more,
     )
 

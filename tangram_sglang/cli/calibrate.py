@@ -68,10 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budgets-from",
         type=_names,
-        default=("keydiff",),
+        default=(ERROR,),
         metavar="PROFILE[,PROFILE...]",
         help="scorers whose budgets are averaged, and `error`: budgets that minimise what "
-        "compression does to the attention output (keydiff)",
+        "compression does to the attention output, best alone (error)",
     )
     parser.add_argument(
         "--select",
