@@ -56,7 +56,6 @@ class TangramCudaBackend(AttentionBackend):
         self.device = model_runner.device
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = pool = model_runner.token_to_kv_pool
-        self.observer = observer
         self._rows = pool.rows
         self._layout = pool.plan.layout
         self._table = DeviceTable(pool.rows, self.device)
@@ -76,7 +75,10 @@ class TangramCudaBackend(AttentionBackend):
         self._n_win = torch.zeros(pool.rows.table.shape[0], dtype=torch.int32, device=self.device)
         self._lists: dict[str, torch.Tensor] = {}
         self._batch = 0
+        # nothing is observed in warm-ups
+        self.observer = None
         warm_up(self, model_runner.model)
+        self.observer = observer
 
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
         return SharedReadEnds.PRE_REPLAY if fm.is_decode() else SharedReadEnds.UNKNOWN

@@ -11,6 +11,7 @@ from torch import nn
 
 from tangram_sglang.backend import split_dispatch, splitter
 from tangram_sglang.backend.attention import TangramAttentionBackend
+from tangram_sglang.backend.build import spare_pages
 from tangram_sglang.backend.cuda_attention import TangramCudaBackend
 from tangram_sglang.backend.kv_pool import TangramKVPool
 from tangram_sglang.cache.store import PrefixStore
@@ -28,7 +29,7 @@ RULE = WindowRule(16, 8, 4, 2)
 class Side:
     """One backend over a pool of its own; both sides take the same steps."""
 
-    def __init__(self, backend, pages: int, spare: int):
+    def __init__(self, backend, pages: int, spare: int, observer=None):
         shape = ModelShape(
             tuple(LayerShape(i, Q_HEADS, HEADS, DIM, None, DIM**-0.5) for i in range(LAYERS))
         )
@@ -63,7 +64,7 @@ class Side:
             device=self.device, req_to_token_pool=None, token_to_kv_pool=self.pool, model=model
         )
         self.layers = layers
-        self.backend = backend(runner)
+        self.backend = backend(runner, observer)
 
     def forward(self, targets, decode: bool, qkv) -> list[torch.Tensor]:
         """One step of SGLang's: pages, metadata, then every layer."""
@@ -75,7 +76,9 @@ class Side:
             req_pool_indices=torch.tensor([row for row, _ in targets], device=self.device),
             seq_lens=torch.tensor([n for _, n in targets], device=self.device),
             extend_prefix_lens_cpu=before,
-            positions=None,
+            positions=torch.cat(
+                [torch.arange(a, n) for a, (_, n) in zip(before, targets, strict=True)]
+            ),
         )
         self.backend.init_forward_metadata(batch)
         run = self.backend.forward_decode if decode else self.backend.forward_extend
@@ -90,10 +93,12 @@ def sides(monkeypatch):
         # the occupancy of a kernel is a GPU's
         monkeypatch.setattr(split_dispatch, "resident_programs", lambda *a, **k: 6)
 
-    def make(pages):
-        spare = Side(TangramAttentionBackend, 400, 0).pool.plan.layout
-        spare = spare.num_full * RULE.tail_pages
-        return Side(TangramAttentionBackend, pages, 0), Side(TangramCudaBackend, pages, spare)
+    def make(pages, observers=(None, None)):
+        spare = spare_pages(Side(TangramAttentionBackend, 400, 0).pool.plan.layout, "cuda")
+        return (
+            Side(TangramAttentionBackend, pages, 0, observers[0]),
+            Side(TangramCudaBackend, pages, spare, observers[1]),
+        )
 
     return make
 
@@ -148,6 +153,32 @@ def test_a_larger_batch_leaves_captured_graphs_their_workspace(sides):
     larger = splits.of(64)[1]
     assert len(larger.lse) > len(workspace.lse)
     assert splits.of(1)[0] is dispatch and splits.of(1)[1] is workspace
+
+
+class Notes:
+    """An observer that remembers what it was shown."""
+
+    def __init__(self):
+        self.seen = []
+
+    def queries(self, layer, q, positions):
+        self.seen.append(("queries", layer, q.sum().item(), positions.sum().item()))
+
+    def window(self, layer, start, k, v):
+        self.seen.append(("window", layer, start, k.sum().item(), v.sum().item()))
+
+
+def test_an_observer_sees_prefills_and_no_warm_up(sides):
+    notes = Notes(), Notes()
+    cpu, gpu = sides(400, notes)
+    assert not notes[1].seen
+    qkv = list(random_qkv(61, torch.Generator().manual_seed(0)))
+    for side in (cpu, gpu):
+        side.pool.rows.open(1, 61)
+        side.forward([(1, 61)], False, qkv)
+    assert len(notes[0].seen) == len(notes[1].seen)
+    for expected, found in zip(sorted(notes[0].seen), sorted(notes[1].seen), strict=True):
+        assert expected[:2] == found[:2] and found[2:] == pytest.approx(expected[2:], abs=1e-3)
 
 
 def _tails(side) -> np.ndarray:
