@@ -99,7 +99,7 @@ class TangramCudaBackend(AttentionBackend):
         if not forward_batch.forward_mode.is_decode():
             self.start_prefill(steps or _dummy_steps(forward_batch))
         else:
-            self._splits.of(self._batch)
+            self._splits.of(self._batch, in_capture)
             self._start_decode(steps)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:

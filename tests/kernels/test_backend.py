@@ -1,5 +1,6 @@
 """The GPU backend's host part and its kernels, against the CPU backend, on the same pool and steps."""
 
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -149,10 +150,26 @@ def test_prefill_chunks_and_decode_equal_the_cpu_backend(sides, monkeypatch, sca
 def test_a_larger_batch_leaves_captured_graphs_their_workspace(sides):
     """F3 (sgl-project/sglang PR#28767): a graph goes on writing where it wrote when captured."""
     splits = sides(400)[1].backend._splits
-    dispatch, workspace = splits.of(1)
+    dispatch, workspace = splits.of(1, capture=True)
     larger = splits.of(64)[1]
     assert len(larger.lse) > len(workspace.lse)
     assert splits.of(1)[0] is dispatch and splits.of(1)[1] is workspace
+
+
+def test_batches_that_no_graph_was_captured_for_take_bounded_memory(sides):
+    splits = sides(400)[1].backend._splits
+    captured = splits.of(4, capture=True)[0]
+    maps, workspaces = set(), set()
+    for batch in range(5, 70):
+        dispatch, workspace = splits.of(batch)
+        assert dispatch.batch == batch and splits.of(batch)[0] is dispatch
+        maps.add(weakref.ref(dispatch.pieces))
+        workspaces.add(weakref.ref(workspace.mid))
+        del dispatch, workspace
+    assert sum(x() is not None for x in maps) <= split_dispatch.EAGER
+    # 69 requests take one of 128; captured maps may keep one more
+    assert sum(x() is not None for x in workspaces) <= 2
+    assert splits.of(4)[0] is captured
 
 
 class Notes:
