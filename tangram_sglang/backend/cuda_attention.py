@@ -227,7 +227,8 @@ class TangramCudaBackend(AttentionBackend):
             nothing = self.token_to_kv_pool.pages.new_empty(
                 0, len(self._everyone.index.kept), self._layout.head_dim
             )
-            self._sealer.seal(sent["units"], sent["old"], nothing, nothing, self._everyone)
+            for units in self._sealer.parts(sent["units"], self._everyone):
+                self._sealer.seal(units, sent["old"], nothing, nothing, self._everyone)
 
     def _send(self, lists) -> dict[str, torch.Tensor]:
         sent = self._upload.send(lists)

@@ -10,7 +10,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import nn
 
-from tangram_sglang.backend import split_dispatch, splitter
+from tangram_sglang.backend import sealer, split_dispatch, splitter
 from tangram_sglang.backend.attention import TangramAttentionBackend
 from tangram_sglang.backend.build import spare_pages
 from tangram_sglang.backend.cuda_attention import TangramCudaBackend
@@ -145,6 +145,24 @@ def test_prefill_chunks_and_decode_equal_the_cpu_backend(sides, monkeypatch, sca
             assert torch.allclose(a, b, atol=1e-5)
     assert (copied > 0) == scarce
     assert gpu.pool.rows.tally.compression_s > 0
+
+
+def test_many_rows_that_seal_in_one_step_do_so_in_parts(sides, monkeypatch):
+    monkeypatch.setattr(sealer, "SCRATCH", 1)
+    cpu, gpu = sides(400)
+    calls, seal = [], gpu.backend._sealer.seal
+    gpu.backend._sealer.seal = lambda units, *rest: (calls.append(len(units)), seal(units, *rest))
+    generator = torch.Generator().manual_seed(0)
+    for side in (cpu, gpu):
+        for row in (1, 2, 3):
+            side.pool.rows.open(row, 24)
+    for n in (24, 25, 26):
+        qkv = list(random_qkv(72 if n == 24 else 3, generator))
+        targets = [(row, n) for row in (1, 2, 3)]
+        expected, found = (side.forward(targets, n > 24, qkv) for side in (cpu, gpu))
+        for a, b in zip(expected, found, strict=True):
+            assert torch.allclose(a, b, atol=1e-5)
+    assert calls == [1, 1, 1]
 
 
 def test_a_larger_batch_leaves_captured_graphs_their_workspace(sides):
