@@ -96,6 +96,7 @@ class TangramCudaBackend(AttentionBackend):
         if forward_batch.forward_mode.is_idle():
             return
         steps = self._granted()
+        _require_granted(steps, forward_batch)
         if not forward_batch.forward_mode.is_decode():
             self.start_prefill(steps or _dummy_steps(forward_batch))
         else:
@@ -235,6 +236,24 @@ class TangramCudaBackend(AttentionBackend):
         self._table.apply(sent["changes"])
         copy_pages(self.token_to_kv_pool.pages, sent["copies"])
         return sent
+
+
+def _require_granted(steps: list[Step], forward_batch: ForwardBatch) -> None:
+    """Raise where pages were granted for another batch than the one that runs.
+
+    Rows and lengths of a decode step are on the device only, and so are not compared.
+    """
+    # what SGLang shows of a padded batch that replays a graph; no warm-up does
+    padding = getattr(forward_batch, "num_padding", None)
+    rows = forward_batch.batch_size - (padding or 0)
+    wrong = len(steps) != rows and (steps or padding is not None)
+    if steps and not forward_batch.forward_mode.is_decode():
+        wrong = wrong or [s.n0 for s in steps] != list(forward_batch.extend_prefix_lens_cpu)
+    if wrong:
+        raise RuntimeError(
+            f"SGLang runs {rows} rows in mode {forward_batch.forward_mode.name}, pages were granted "
+            f"for {[(s.row, s.n0, s.n1) for s in steps[:8]]} and {max(0, len(steps) - 8)} more"
+        )
 
 
 def _windows(steps: list[Step], batch: int) -> np.ndarray:

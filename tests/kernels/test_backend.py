@@ -190,6 +190,25 @@ def test_batches_that_no_graph_was_captured_for_take_bounded_memory(sides):
     assert splits.of(4)[0] is captured
 
 
+@pytest.mark.parametrize("decode", [False, True])
+def test_pages_granted_for_another_batch_are_noticed(sides, decode):
+    gpu = sides(400)[1]
+    for row in (1, 2):
+        gpu.pool.rows.open(row, 30)
+    gpu.pool.rows.advance([(1, 20), (2, 20)])
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.DECODE if decode else ForwardMode.EXTEND,
+        batch_size=1 if decode else 2,
+        extend_prefix_lens_cpu=[0, 7],
+    )
+    with pytest.raises(RuntimeError, match="pages were granted for"):
+        gpu.backend.init_forward_metadata_out_graph(batch)
+    # a graph's replay is no warm-up
+    batch.forward_mode, batch.batch_size, batch.num_padding = ForwardMode.DECODE, 4, 2
+    with pytest.raises(RuntimeError, match="runs 2 rows"):
+        gpu.backend.init_forward_metadata_out_graph(batch)
+
+
 class Notes:
     """An observer that remembers what it was shown."""
 

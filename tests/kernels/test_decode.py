@@ -91,6 +91,11 @@ def test_half_precision(dtype, page):
         assert_close(*batch.decode(layer, programs=20))
 
 
+def test_pages_too_large_for_an_sm_are_gathered():
+    pools = {page: torch.empty(2, 1, 2, page, 128, dtype=torch.float16) for page in (128, 256)}
+    assert uses_copy_engine(pools[128]) and not uses_copy_engine(pools[256])
+
+
 @pytest.mark.parametrize("splits", [1, 5])
 def test_sinks_enter_once(splits):
     """G5 (kekzl/imp#1303): with and without splits; large sinks, so that none can be missed."""
