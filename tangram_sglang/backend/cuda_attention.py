@@ -77,7 +77,7 @@ class TangramCudaBackend(AttentionBackend):
         self._batch = 0
         # nothing is observed in warm-ups
         self.observer = None
-        warm_up(self, model_runner.model)
+        warm_up(self, model_runner.model, self._table.tensor)
         self.observer = observer
 
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
