@@ -55,6 +55,8 @@ def uses_copy_engine(pool: torch.Tensor) -> bool:
         and pool.element_size() == 2
         and page >= 16
         and page == triton.next_power_of_2(page)
+        # four stages of K and V fit into an SM
+        and page * triton.next_power_of_2(dim) <= 1 << 14
         and dim % 8 == 0
         and pool.stride(0) % dim == 0
         and pool.data_ptr() % 16 == 0

@@ -88,7 +88,7 @@ def store_place(
     return sealed + tail
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "slots_stride", "starts_stride", "pieces_stride"])
 def dispatch_kernel(
     rows,
     seq_lens,
@@ -318,8 +318,9 @@ def dispatch_step(
         overhead, least: cost of a head and least share of a program, in pages; for benches.
     """
     layers, heads = tables.kept_pages.shape
-    # one warp a program: with several, Triton 3.6 fails to compile this kernel for 32 requests
-    block, warps = 32, 1
+    # One warp a program: with several, Triton 3.6 fails to compile this kernel for 32 requests. For
+    # more than 256, one warp takes minutes to compile and spills; there, eight do without.
+    block, warps = (32, 1) if dispatch.batch <= 256 else (16, 8)
     width = max(max(dispatch.grid) + 1, dispatch.batch * heads)
     dispatch_kernel[(triton.cdiv(width, block), layers)](
         rows=rows,

@@ -7,7 +7,7 @@ import triton.language as tl
 BLOCK = 512
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def table_kernel(p_table, p_changes, table_stride, N, BN: tl.constexpr):
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
     m_n = o_n < N

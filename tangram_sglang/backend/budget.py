@@ -22,6 +22,9 @@ class TangramPrefillBudget(PrefillBudget):
         self._pool = pool
         self._admitted = 0
         self._candidate = 0
+        # on a GPU there are spare pages for one row of a step that needs the pages of its own tail
+        self._spare_used = False
+        self._candidate_needs_spare = False
 
     @property
     def pages_left(self) -> int:
@@ -58,9 +61,19 @@ class TangramPrefillBudget(PrefillBudget):
                 f"the last match has {prefix.tokens}"
             )
         start = Row(input_tokens, prefix.tokens, windows, windows, prefix.tokens)
-        sole_from = prefix.sole_from(self._pool.plan.layout.rule.page)
-        self._candidate = self._pool.rows.demand(start, input_tokens + max_new_tokens, sole_from)
-        return (True, chunk_limit) if self._candidate <= self.pages_left else (False, None)
+        rows, total = self._pool.rows, input_tokens + max_new_tokens
+        self._candidate = rows.demand(start, total, prefix.tokens)
+        self._candidate_needs_spare = False
+        limited = rows.spare < rows.ledger.num_pages
+        if not limited or self._candidate > self.pages_left:
+            # it also gets what it sets free of its cached tail, in the very step that reads it
+            sole_from = prefix.sole_from(self._pool.plan.layout.rule.page)
+            self._candidate = rows.demand(start, total, sole_from)
+            self._candidate_needs_spare = limited
+        fits = self._candidate <= self.pages_left
+        if self._candidate_needs_spare and self._spare_used:
+            fits = False
+        return (True, chunk_limit) if fits else (False, None)
 
     def can_allocate_prefill(self, **demand) -> bool:
         raise RuntimeError("can_allocate_prefill needs request slots that tangram does not reserve")
@@ -81,6 +94,7 @@ class TangramPrefillBudget(PrefillBudget):
         # SGLang commits the request it checked last
         if not is_chunked_continuation:
             self._admitted += self._candidate
+        self._spare_used |= is_chunked_continuation or self._candidate_needs_spare
 
     def _expected_output(self) -> int:
         rows = self._pool.rows

@@ -86,8 +86,11 @@ class TangramPoolConfigurator(MemoryPoolConfigurator):
 
 
 def spare_pages(layout: KVLayout, device: str) -> int:
-    """Pages beside the books: one whole raw tail on a GPU, none on a CPU, which copies elsewhere."""
-    return 0 if device == "cpu" else layout.num_full * layout.rule.tail_pages
+    """Pages beside the books: a row's raw tails on a GPU, none on a CPU, which copies elsewhere.
+
+    Sliding windows included: a chunk in a full pool gets the pages of the tokens it slides past.
+    """
+    return 0 if device == "cpu" else int(layout.ring_slots.sum())
 
 
 def build_req_pool(kvc: Any, rows: int, extra_tokens: int) -> TangramReqToTokenPool:

@@ -56,7 +56,6 @@ class TangramCudaBackend(AttentionBackend):
         self.device = model_runner.device
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = pool = model_runner.token_to_kv_pool
-        self.watcher = None
         self._rows = pool.rows
         self._layout = pool.plan.layout
         self._table = DeviceTable(pool.rows, self.device)
@@ -77,7 +76,9 @@ class TangramCudaBackend(AttentionBackend):
         self._lists: dict[str, torch.Tensor] = {}
         self._sealing: list[list[int]] = []  # row and window of each unit
         self._batch = 0
-        warm_up(self, model_runner.model)
+        # nothing is shown in warm-ups
+        self.watcher = None
+        warm_up(self, model_runner.model, self._table.tensor)
         self.watcher = watcher
 
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
@@ -96,10 +97,11 @@ class TangramCudaBackend(AttentionBackend):
         if forward_batch.forward_mode.is_idle():
             return
         steps = self._granted()
+        _require_granted(steps, forward_batch)
         if not forward_batch.forward_mode.is_decode():
             self.start_prefill(steps or _dummy_steps(forward_batch))
         else:
-            self._splits.of(self._batch)
+            self._splits.of(self._batch, in_capture)
             self._start_decode(steps)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
@@ -233,13 +235,32 @@ class TangramCudaBackend(AttentionBackend):
                 0, len(self._everyone.index.kept), self._layout.head_dim
             )
             windows = lists["units"][:, 1].tolist()
-            self._sealer.seal(sent["units"], sent["old"], nothing, nothing, self._everyone, windows)
+            for units, mine in self._sealer.parts(sent["units"], windows, self._everyone):
+                self._sealer.seal(units, sent["old"], nothing, nothing, self._everyone, mine)
 
     def _send(self, lists) -> dict[str, torch.Tensor]:
         sent = self._upload.send(lists)
         self._table.apply(sent["changes"])
         copy_pages(self.token_to_kv_pool.pages, sent["copies"])
         return sent
+
+
+def _require_granted(steps: list[Step], forward_batch: ForwardBatch) -> None:
+    """Raise where pages were granted for another batch than the one that runs.
+
+    Rows and lengths of a decode step are on the device only, and so are not compared.
+    """
+    # what SGLang shows of a padded batch that replays a graph; no warm-up does
+    padding = getattr(forward_batch, "num_padding", None)
+    rows = forward_batch.batch_size - (padding or 0)
+    wrong = len(steps) != rows and (steps or padding is not None)
+    if steps and not forward_batch.forward_mode.is_decode():
+        wrong = wrong or [s.n0 for s in steps] != list(forward_batch.extend_prefix_lens_cpu)
+    if wrong:
+        raise RuntimeError(
+            f"SGLang runs {rows} rows in mode {forward_batch.forward_mode.name}, pages were granted "
+            f"for {[(s.row, s.n0, s.n1) for s in steps[:8]]} and {max(0, len(steps) - 8)} more"
+        )
 
 
 def _windows(steps: list[Step], batch: int) -> np.ndarray:

@@ -44,6 +44,8 @@ class TangramKVPool(KVCache):
         self.plan = plan
         self.ledger = Ledger(num_pages)
         self.rows = Rows(layout, self.ledger, max_rows)
+        if num_spare:
+            self.rows.spare = num_spare
         # set by the prefix cache, which SGLang builds last; and the prefix matched last
         self.store: PrefixStore | None = None
         self.candidate: Prefix | None = None

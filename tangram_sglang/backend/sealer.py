@@ -20,6 +20,9 @@ from tangram_sglang.score import Window
 from tangram_sglang.score.expected_attention import ExpectedAttention
 from tangram_sglang.score.keydiff import KeyDiff
 
+# bytes of scores and copies held at a time: many rows may seal in one decode step, in all layers
+SCRATCH = 1 << 28
+
 
 @dataclass(frozen=True, slots=True)
 class SealHeads:
@@ -57,6 +60,22 @@ class Sealer:
                 stats.mean, stats.factor, stats.diagonal, stats.inv_freq, stats.scaling,
                 rule.window, windows,
             )  # fmt: skip
+
+    def parts(
+        self, units: torch.Tensor, windows: Sequence[int], heads: SealHeads
+    ) -> list[tuple[torch.Tensor, Sequence[int]]]:
+        """``units`` and ``windows`` in runs sealed with SCRATCH bytes each, a unit at least."""
+        dim = self._pool.shape[-1]
+        # fp32 scores, positions and sums of keys; logits of every query head; copies of K and V
+        each = 3 * 4
+        if isinstance(self._scorer, ExpectedAttention):
+            each += 4 * self._queries.mean.shape[1]
+        elif self._scorer is not None and not isinstance(self._scorer, KeyDiff):
+            each += 2 * dim * self._pool.element_size()
+        unit = len(heads.index.kept) * self._rule.window * each
+        size = max(1, SCRATCH // unit)
+        starts = range(0, len(windows), size)
+        return [(units[i : i + size], windows[i : i + size]) for i in starts]
 
     def seal(
         self,

@@ -10,12 +10,16 @@ from tangram_sglang.kernels.workspace import Workspace
 from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.split_map import SplitMap, plan_splits
 
+# maps kept of batches that no graph was captured for
+EAGER = 8
+
 
 class SplitDispatch:
     """Split maps by batch size.
 
     A captured graph goes on using the map and the workspace of its batch size, so both are kept
-    for good. Batches that no graph was captured for get theirs on first use.
+    for good. Batches that no graph was captured for get theirs on first use; only the last few are
+    kept, since a map takes a megabyte and more, and there may be thousands of sizes.
 
     Args:
         tables, layout: where heads lie and what they keep.
@@ -27,7 +31,9 @@ class SplitDispatch:
         self._tables = tables
         self._pool = pool
         self._ratio = ratio
-        self._maps: dict[int, tuple[Dispatch, Workspace]] = {}
+        self._captured: dict[int, tuple[Dispatch, Workspace]] = {}
+        # the one used last stands last
+        self._eager: dict[int, tuple[Dispatch, Workspace]] = {}
         # N_CTA: programs of the real kernel that the GPU holds at once
         self.programs = resident_programs(tables, pool, ratio)
         self._workspace: Workspace | None = None
@@ -40,8 +46,9 @@ class SplitDispatch:
     def reserve(self, batch: int) -> None:
         """Make the workspace large enough for ``batch`` requests."""
         if batch > self._largest:
+            # with room to grow: a batch that grows by one request a step is served by few buffers
+            self._largest = batch = 1 << (batch - 1).bit_length()
             grid = int(self._split_map(batch).grid.max())
-            self._largest = batch
             self._workspace = Workspace.build(
                 max(grid, self.programs + batch * self._tables.heads),
                 batch,
@@ -51,13 +58,27 @@ class SplitDispatch:
                 self._pool.device,
             )
 
-    def of(self, batch: int) -> tuple[Dispatch, Workspace]:
-        """The map of ``batch`` requests, and a workspace large enough for it."""
-        if batch not in self._maps:
+    def of(self, batch: int, capture: bool = False) -> tuple[Dispatch, Workspace]:
+        """The map of ``batch`` requests, and a workspace large enough for it.
+
+        Args:
+            capture: a graph is about to be captured with them.
+        """
+        if batch in self._captured:
+            return self._captured[batch]
+        found = self._eager.pop(batch, None)
+        if found is None:
             self.reserve(batch)
             dispatch = Dispatch.build(self._split_map(batch), self._pool.device)
-            self._maps[batch] = dispatch, self._workspace
-        return self._maps[batch]
+            found = dispatch, self._workspace
+        if capture:
+            self._captured[batch] = found
+        else:
+            self._eager[batch] = found
+            if len(self._eager) > EAGER:
+                # its memory goes to later work of the same stream
+                del self._eager[next(iter(self._eager))]
+        return found
 
     def _split_map(self, batch: int) -> SplitMap:
         return plan_splits(self._shares, self.programs, batch)

@@ -10,6 +10,8 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from tangram_sglang.kernels.table import update_table
+from tangram_sglang.kernels.tails import copy_pages
 from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.pool.row import Step
 
@@ -17,10 +19,14 @@ from tangram_sglang.pool.row import Step
 FEW = 8
 
 
-def warm_up(backend, model: torch.nn.Module) -> None:
+def warm_up(backend, model: torch.nn.Module, table: torch.Tensor) -> None:
     """Run a prefill that seals a window, and one of few tokens after many, in each kind of layer."""
     pool, layout = backend.token_to_kv_pool, backend.token_to_kv_pool.plan.layout
     rule, most = layout.rule, layout.max_tokens
+    # row 0, slot 0, page 0: as it is, and page 0 onto itself; no step below has changes or copies
+    zeros = torch.zeros(1, 3, dtype=torch.int32, device=pool.device)
+    update_table(table, zeros)
+    copy_pages(pool.pages, zeros[:, :2].contiguous())
     batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND, positions=None)
     spans = [(0, min(rule.window + rule.recent + 1, most)), (max(0, most - FEW), most)]
     for n0, n1 in spans:

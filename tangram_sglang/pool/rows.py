@@ -48,7 +48,7 @@ class Rows:
 
     ``pointed`` is called with a row and the table entries of it that have changed; a copy of the
     table elsewhere follows it. ``granted`` holds the steps of the last ``advance``, in its order,
-    and ``taken`` the pages it handed out.
+    and ``taken`` the pages it handed out, of which the step still reads ``spare`` at most.
     """
 
     def __init__(self, layout: KVLayout, ledger: Ledger, max_rows: int):
@@ -63,6 +63,7 @@ class Rows:
         self.pointed: Callable[[int, np.ndarray], None] = lambda row, slots: None
         self.granted: list[Step] = []
         self.taken = _NO_PAGES
+        self.spare = 1 << 40
 
     def open(
         self,
@@ -104,6 +105,8 @@ class Rows:
         # themselves, then what they leave with the cache
         scarce = need > self.ledger.free
         if scarce:
+            # what the cache can do without goes before more than ``spare`` pages change hands
+            self.evict(max(0, need - self.ledger.free - self.spare))
             for step in steps:
                 self._give_tail(step, last=True)
         while need > self.ledger.free:

@@ -1,5 +1,6 @@
 """The GPU backend's host part and its kernels, against the CPU backend, on the same pool and steps."""
 
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,8 +10,9 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import nn
 
-from tangram_sglang.backend import split_dispatch, splitter
+from tangram_sglang.backend import sealer, split_dispatch, splitter
 from tangram_sglang.backend.attention import TangramAttentionBackend
+from tangram_sglang.backend.build import spare_pages
 from tangram_sglang.backend.cuda_attention import TangramCudaBackend
 from tangram_sglang.backend.drift import DriftWatch
 from tangram_sglang.backend.kv_pool import TangramKVPool
@@ -30,7 +32,7 @@ RULE = WindowRule(16, 8, 4, 2)
 class Side:
     """One backend over a pool of its own; both sides take the same steps and are watched."""
 
-    def __init__(self, backend, pages: int, spare: int, scorer: str = "keydiff"):
+    def __init__(self, backend, pages: int, spare: int, scorer="keydiff", watcher=None):
         shape = ModelShape(
             tuple(LayerShape(i, Q_HEADS, HEADS, DIM, None, DIM**-0.5) for i in range(LAYERS))
         )
@@ -66,7 +68,7 @@ class Side:
         )
         self.layers = layers
         rule = DriftRule("keydiff", (0.3, 0.5, 0.4, 0.6), 0.5, "global", 2)
-        self.watch = DriftWatch(rule, layout, self.device)
+        self.watch = watcher or DriftWatch(rule, layout, self.device)
         self.backend = backend(runner, self.watch)
 
     def forward(self, targets, decode: bool, qkv) -> list[torch.Tensor]:
@@ -79,7 +81,9 @@ class Side:
             req_pool_indices=torch.tensor([row for row, _ in targets], device=self.device),
             seq_lens=torch.tensor([n for _, n in targets], device=self.device),
             extend_prefix_lens_cpu=before,
-            positions=None,
+            positions=torch.cat(
+                [torch.arange(a, n) for a, (_, n) in zip(before, targets, strict=True)]
+            ),
         )
         self.backend.init_forward_metadata(batch)
         run = self.backend.forward_decode if decode else self.backend.forward_extend
@@ -94,11 +98,12 @@ def sides(monkeypatch):
         # the occupancy of a kernel is a GPU's
         monkeypatch.setattr(split_dispatch, "resident_programs", lambda *a, **k: 6)
 
-    def make(pages, scorer="keydiff"):
-        spare = Side(TangramAttentionBackend, 400, 0).pool.plan.layout
-        spare = spare.num_full * RULE.tail_pages
-        cpu = Side(TangramAttentionBackend, pages, 0, scorer)
-        return cpu, Side(TangramCudaBackend, pages, spare, scorer)
+    def make(pages, scorer="keydiff", watchers=(None, None)):
+        spare = spare_pages(Side(TangramAttentionBackend, 400, 0).pool.plan.layout, "cuda")
+        return (
+            Side(TangramAttentionBackend, pages, 0, scorer, watchers[0]),
+            Side(TangramCudaBackend, pages, spare, scorer, watchers[1]),
+        )
 
     return make
 
@@ -162,13 +167,98 @@ def test_scorers_without_a_kernel_of_their_own(sides, scorer):
     run_both(*sides(400, scorer))
 
 
+def test_many_rows_that_seal_in_one_step_do_so_in_parts(sides, monkeypatch):
+    monkeypatch.setattr(sealer, "SCRATCH", 1)
+    cpu, gpu = sides(400)
+    calls, seal = [], gpu.backend._sealer.seal
+    gpu.backend._sealer.seal = lambda units, *rest: (calls.append(len(units)), seal(units, *rest))
+    generator = torch.Generator().manual_seed(0)
+    for side in (cpu, gpu):
+        for row in (1, 2, 3):
+            side.pool.rows.open(row, 24)
+    for n in (24, 25, 26):
+        qkv = list(random_qkv(72 if n == 24 else 3, generator))
+        targets = [(row, n) for row in (1, 2, 3)]
+        expected, found = (side.forward(targets, n > 24, qkv) for side in (cpu, gpu))
+        for a, b in zip(expected, found, strict=True):
+            assert torch.allclose(a, b, atol=1e-5)
+    assert calls == [1, 1, 1]
+
+
 def test_a_larger_batch_leaves_captured_graphs_their_workspace(sides):
     """F3 (sgl-project/sglang PR#28767): a graph goes on writing where it wrote when captured."""
     splits = sides(400)[1].backend._splits
-    dispatch, workspace = splits.of(1)
+    dispatch, workspace = splits.of(1, capture=True)
     larger = splits.of(64)[1]
     assert len(larger.lse) > len(workspace.lse)
     assert splits.of(1)[0] is dispatch and splits.of(1)[1] is workspace
+
+
+def test_batches_that_no_graph_was_captured_for_take_bounded_memory(sides):
+    splits = sides(400)[1].backend._splits
+    captured = splits.of(4, capture=True)[0]
+    maps, workspaces = set(), set()
+    for batch in range(5, 70):
+        dispatch, workspace = splits.of(batch)
+        assert dispatch.batch == batch and splits.of(batch)[0] is dispatch
+        maps.add(weakref.ref(dispatch.pieces))
+        workspaces.add(weakref.ref(workspace.mid))
+        del dispatch, workspace
+    assert sum(x() is not None for x in maps) <= split_dispatch.EAGER
+    # 69 requests take one of 128; captured maps may keep one more
+    assert sum(x() is not None for x in workspaces) <= 2
+    assert splits.of(4)[0] is captured
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_pages_granted_for_another_batch_are_noticed(sides, decode):
+    gpu = sides(400)[1]
+    for row in (1, 2):
+        gpu.pool.rows.open(row, 30)
+    gpu.pool.rows.advance([(1, 20), (2, 20)])
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.DECODE if decode else ForwardMode.EXTEND,
+        batch_size=1 if decode else 2,
+        extend_prefix_lens_cpu=[0, 7],
+    )
+    with pytest.raises(RuntimeError, match="pages were granted for"):
+        gpu.backend.init_forward_metadata_out_graph(batch)
+    # a graph's replay is no warm-up
+    batch.forward_mode, batch.batch_size, batch.num_padding = ForwardMode.DECODE, 4, 2
+    with pytest.raises(RuntimeError, match="runs 2 rows"):
+        gpu.backend.init_forward_metadata_out_graph(batch)
+
+
+class Notes:
+    """An observer that remembers what it was shown."""
+
+    def __init__(self):
+        self.seen = []
+
+    def queries(self, layer, q, positions):
+        self.seen.append(("queries", layer, q.sum().item(), positions.sum().item()))
+
+    def context(self, layer, k, v):
+        self.seen.append(("context", layer, k.sum().item(), v.sum().item()))
+
+    def wants(self, layer):
+        return True
+
+    def window(self, layer, start, k, v):
+        self.seen.append(("window", layer, start, k.sum().item(), v.sum().item()))
+
+
+def test_an_observer_sees_prefills_and_no_warm_up(sides):
+    notes = Notes(), Notes()
+    cpu, gpu = sides(400, watchers=notes)
+    assert not notes[1].seen
+    qkv = list(random_qkv(61, torch.Generator().manual_seed(0)))
+    for side in (cpu, gpu):
+        side.pool.rows.open(1, 61)
+        side.forward([(1, 61)], False, qkv)
+    assert len(notes[0].seen) == len(notes[1].seen)
+    for expected, found in zip(sorted(notes[0].seen), sorted(notes[1].seen), strict=True):
+        assert expected[:2] == found[:2] and found[2:] == pytest.approx(expected[2:], abs=1e-3)
 
 
 def _tails(side) -> np.ndarray:

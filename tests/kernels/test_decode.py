@@ -34,6 +34,11 @@ def test_lengths_far_apart_share_the_programs(programs, stretched):
     assert not out[0].any() and not out[3].any()
 
 
+def test_more_requests_than_any_captured_graph():
+    batch = RaggedBatch([1 + i % 23 for i in range(300)], [0.5], heads=1, ratio=1)
+    assert_close(*batch.decode(programs=400))
+
+
 @pytest.mark.parametrize("rows", [[0], [0, 0, 0], [0, 0, 1], [1, 0, 0]])
 def test_rows_of_padding_have_no_work(rows):
     """F5 (sgl-project/sglang PR#7233): no pages, outputs 0, the grid is the batch size's."""
@@ -84,6 +89,11 @@ def test_half_precision(dtype, page):
     assert uses_copy_engine(batch.pool) == (page >= 16)
     for layer in (0, 1):
         assert_close(*batch.decode(layer, programs=20))
+
+
+def test_pages_too_large_for_an_sm_are_gathered():
+    pools = {page: torch.empty(2, 1, 2, page, 128, dtype=torch.float16) for page in (128, 256)}
+    assert uses_copy_engine(pools[128]) and not uses_copy_engine(pools[256])
 
 
 @pytest.mark.parametrize("splits", [1, 5])
