@@ -64,7 +64,7 @@ class Observer:
                 raise TangramError(
                     f"profile {name!r} needs query statistics, which exist only after a first run"
                 )
-            if missing := scorer.needs & {"q_window", "rope"}:
+            if missing := scorer.needs & {"q_window", "rope", "hidden"}:
                 raise TangramError(
                     f"profile {name!r} needs {', '.join(sorted(missing))}, which observing does not "
                     "hand over yet; choose a profile that reads K and V only, such as keydiff"

@@ -12,7 +12,7 @@ from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
 from tangram_sglang.backend.refusals import refuse_scorer, refuse_unsupported
-from tangram_sglang.plan.serving import read_plan, serving_scorer
+from tangram_sglang.plan.serving import read_gates, read_plan, serving_scorer
 from tangram_sglang.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -54,8 +54,10 @@ def _validate(server_args: Any, previous) -> None:
     previous(server_args)
     if _selected(server_args):
         refuse_unsupported(resolved_view(server_args))
-        plan = read_plan(Settings.from_env(), model_config_of(server_args).hf_text_config)
-        refuse_scorer(resolved_view(server_args), serving_scorer(Settings.from_env(), plan))
+        settings, config = Settings.from_env(), model_config_of(server_args).hf_text_config
+        plan = read_plan(settings, config)
+        refuse_scorer(resolved_view(server_args), serving_scorer(settings, plan))
+        read_gates(settings, plan, config)
         served = Path(resolved_view(server_args).model_path).name
         if plan is not None and plan.model.id.lower() != served.lower():
             logger.warning(
