@@ -60,11 +60,11 @@ def attach_gates(model: nn.Module, file: GateFile, rows: int) -> GateScores:
     Args:
         rows: most tokens of a step that a CUDA graph may capture.
     """
-    projections = _projections(model)
+    projections, layers = _projections(model), file.about.layers
     weight = next(model.parameters())
     gates = file.gates.to(weight.device).projected_in(weight.dtype)
-    found = GateScores(file.layers, rows, gates.bias.shape[1], weight.device)
-    for i, layer in enumerate(file.layers):
+    found = GateScores(layers, rows, gates.bias.shape[1], weight.device)
+    for i, layer in enumerate(layers):
         projections[layer].register_forward_pre_hook(
             partial(_leave_scores, found, layer, gates.layer(i))
         )

@@ -16,6 +16,7 @@ from tangram_sglang.errors import TangramError
 COMMANDS = {
     "calibrate": "measure a model's heads and write plan files",
     "demo": "chat with a real server about a document, on compressed KV and uncompressed",
+    "train-gate": "train the gates that scorer fastkvzip reads, for one model",
 }
 
 
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         if name == chosen:
-            module = importlib.import_module(f"tangram_sglang.cli.{name}")
+            module = importlib.import_module(f"tangram_sglang.cli.{name.replace('-', '_')}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     arguments = parser.parse_args(argv)

@@ -1,7 +1,7 @@
 """The gate file: trained gates of one model in one safetensors, with what they were made for and from.
 
-Its metadata holds, each as text or JSON: ``format``, ``tool_version``, ``model`` (a name), ``config`` and
-``config_hash`` as in a plan, ``layers``, ``architecture``, ``recipe`` and ``corpus_hash``.
+Its metadata is one JSON text, ``Description``: with several entries safetensors would write them in
+another order each time, and the same training gives the same file.
 """
 
 import hashlib
@@ -17,16 +17,13 @@ from safetensors.torch import load, save
 
 from tangram_sglang import __version__
 from tangram_sglang.errors import TangramError
-from tangram_sglang.plan.file import config_hash, differences
+from tangram_sglang.plan.file import ModelSpec, config_hash, differences
 from tangram_sglang.plan.model_config import model_config
 from tangram_sglang.plan.shape import ModelShape
 from tangram_sglang.score.gate import Gates
 
 FORMAT = "tangram-gates/1"
-FIELDS = (
-    *("format", "tool_version", "model", "config", "config_hash"),
-    *("layers", "architecture", "recipe", "corpus_hash"),
-)
+ENTRY = "tangram"
 ADVICE = "train gates for this model (tangram train-gate)"
 
 
@@ -37,28 +34,41 @@ class Architecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sinks: int
 
 
-@dataclass(frozen=True, slots=True)
-class GateFile:
+class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a gate file says of its gates.
 
     Attributes:
-        path: where it was read.
-        gates: of every full-attention layer, in the types of the file.
-        layers: their ids.
-        architecture: d and S.
-        model: name of the model.
+        tool_version: version of tangram_sglang that wrote the file.
+        model: as in a plan.
+        layers: ids of the full-attention layers.
+        architecture: sizes of the gates.
         recipe: how they were trained.
         corpus_hash: sha256 of the texts.
+    """
+
+    format: str
+    tool_version: str
+    model: ModelSpec
+    layers: list[int]
+    architecture: Architecture
+    recipe: dict[str, Any]
+    corpus_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class GateFile:
+    """A gate file that was read.
+
+    Attributes:
+        path: where.
+        gates: of every full-attention layer, in the types of the file.
+        about: what the file says of them.
         sha256: of the file.
     """
 
     path: Path
     gates: Gates
-    layers: list[int]
-    architecture: Architecture
-    model: str
-    recipe: dict[str, Any]
-    corpus_hash: str
+    about: Description
     sha256: str
 
 
@@ -74,22 +84,19 @@ def save_gates(
 ) -> None:
     """Write ``gates``, in bfloat16, to ``path``."""
     config = model_config(hf_config)
-    architecture = Architecture(dim=gates.k.shape[2], sinks=gates.sinks.shape[2])
-    metadata = {
-        "format": FORMAT,
-        "tool_version": __version__,
-        "model": model,
-        "config": _json(config),
-        "config_hash": config_hash(config),
-        "layers": _json(layers),
-        "architecture": _json(architecture),
-        "recipe": _json(recipe),
-        "corpus_hash": corpus_hash,
-    }
+    about = Description(
+        format=FORMAT,
+        tool_version=__version__,
+        model=ModelSpec(model, config, config_hash(config)),
+        layers=layers,
+        architecture=Architecture(dim=gates.k.shape[2], sinks=gates.sinks.shape[2]),
+        recipe=recipe,
+        corpus_hash=corpus_hash,
+    )
     tensors = {
         f.name: getattr(gates, f.name).to("cpu", torch.bfloat16).contiguous() for f in fields(Gates)
     }
-    path.write_bytes(save(tensors, metadata))
+    path.write_bytes(save(tensors, {ENTRY: msgspec.json.encode(about).decode()}))
 
 
 def load_gates(path: str | Path, hf_config: Any) -> GateFile:
@@ -102,37 +109,26 @@ def load_gates(path: str | Path, hf_config: Any) -> GateFile:
             f"gate file {path} cannot be read ({error.strerror}); correct TANGRAM_GATES or put the "
             "file beside the plan that names it"
         ) from None
-    metadata = _metadata(raw, path)
-    theirs = _field(path, metadata, "config", dict)
-    if config_hash(theirs) != metadata["config_hash"]:
-        raise _damaged(path, "config_hash", metadata["config_hash"], config_hash(theirs))
-    if found := differences(theirs, model_config(hf_config), "in the gate file"):
+    about = _description(raw, path)
+    model = about.model
+    if config_hash(model.config) != model.config_hash:
+        raise _damaged(path, "model.config_hash", model.config_hash, config_hash(model.config))
+    if found := differences(model.config, model_config(hf_config), "in the gate file"):
         raise TangramError(
-            f"gate file {path} was trained on {metadata['model']}, another model: {found}; {ADVICE}"
+            f"gate file {path} was trained on {model.id}, another model: {found}; {ADVICE}"
         )
-    layers = _field(path, metadata, "layers", list[int])
-    architecture = _field(path, metadata, "architecture", Architecture)
     tensors = load(raw)
-    _check_tensors(path, tensors, architecture, len(layers), hf_config)
-    return GateFile(
-        path,
-        Gates(**tensors),
-        layers,
-        architecture,
-        metadata["model"],
-        _field(path, metadata, "recipe", dict),
-        metadata["corpus_hash"],
-        hashlib.sha256(raw).hexdigest(),
-    )
+    _check_tensors(path, tensors, about, hf_config)
+    return GateFile(path, Gates(**tensors), about, hashlib.sha256(raw).hexdigest())
 
 
 def check_layers(file: GateFile, shape: ModelShape) -> None:
     """Refuse gates of other layers or heads than ``shape`` has."""
     full = [x for x in shape.layers if x.sliding_window is None]
     ids = [x.layer_id for x in full]
-    if file.layers != ids:
+    if file.about.layers != ids:
         raise TangramError(
-            f"gate file {file.path}: layers is {file.layers}, the model's full-attention layers are "
+            f"gate file {file.path}: layers is {file.about.layers}, the model's full-attention layers are "
             f"{ids}; {ADVICE}"
         )
     theirs = tuple(file.gates.bias.shape[1:])
@@ -144,35 +140,31 @@ def check_layers(file: GateFile, shape: ModelShape) -> None:
         )
 
 
-def _metadata(raw: bytes, path: Path) -> dict[str, str]:
+def _description(raw: bytes, path: Path) -> Description:
     try:
         deserialize(raw)
-        length = int.from_bytes(raw[:8], "little")
-        found = json.loads(raw[8 : 8 + length]).get("__metadata__", {})
     except SafetensorError as error:
         raise TangramError(f"gate file {path} is no safetensors file: {error}; {ADVICE}") from None
-    if found.get("format") != FORMAT:
-        raise TangramError(
-            f"gate file {path}: format is {found.get('format')!r}, this version reads {FORMAT!r}; "
-            + ADVICE
-        )
-    for name in FIELDS:
-        if name not in found:
-            raise _damaged(path, name, "missing", "present")
-    return found
-
-
-def _field(path: Path, metadata: dict[str, str], name: str, kind):
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    text = header.get("__metadata__", {}).get(ENTRY, "{}")
     try:
-        return msgspec.json.decode(metadata[name], type=kind)
+        found = msgspec.json.decode(text)
+        written = found.get("format") if isinstance(found, dict) else None
+        if written != FORMAT:
+            raise TangramError(
+                f"gate file {path}: format is {written!r}, this version reads {FORMAT!r}; {ADVICE}"
+            )
+        return msgspec.json.decode(text, type=Description)
     except msgspec.DecodeError as error:
-        raise _damaged(path, name, metadata[name], f"valid: {error}") from None
+        raise TangramError(
+            f"gate file {path}: its metadata are damaged: {error}; {ADVICE}"
+        ) from None
 
 
-def _check_tensors(path, tensors, architecture: Architecture, layers: int, hf_config) -> None:
+def _check_tensors(path: Path, tensors, about: Description, hf_config) -> None:
     kv, hidden = hf_config.num_key_value_heads, hf_config.hidden_size
     ratio = hf_config.num_attention_heads // kv
-    dim, sinks = architecture.dim, architecture.sinks
+    layers, dim, sinks = len(about.layers), about.architecture.dim, about.architecture.sinks
     expected = {
         "q": (layers, kv, ratio, dim, hidden),
         "k": (layers, kv, dim, hidden),
@@ -195,7 +187,3 @@ def _damaged(path: Path, field: str, found, expected) -> TangramError:
     return TangramError(
         f"gate file {path}: {field} is {found}, expected {expected}; the file is damaged: {ADVICE}"
     )
-
-
-def _json(value) -> str:
-    return msgspec.json.encode(value, order="deterministic").decode()
