@@ -80,3 +80,12 @@ def test_a_model_without_the_projection_is_refused_by_name():
         TangramError, match=r"layer 1: Attention has no module qkv_proj.*ModuleList"
     ):
         attach_gates(model, gate_file([0, 1]), rows=5)
+
+
+def test_a_hook_never_waits_for_the_device():
+    """Tensors without data: whatever asked for a value, as no captured graph may, would raise."""
+    model = model_of(Attention(0, "qkv_proj")).to("meta")
+    found = attach_gates(model, gate_file([0]), rows=5)
+    model[0].qkv_proj(torch.empty(3, HIDDEN, device="meta"))
+    scores = found.take(0, 3)
+    assert (scores.device.type, scores.shape) == ("meta", (3, HEADS))

@@ -15,7 +15,7 @@ from tangram_sglang.pool.rows import Row, Rows
 SHAPE = ModelShape(tuple(LayerShape(i, 2, 2, 8, 21 if i == 1 else None, 1.0) for i in range(3)))
 
 
-def layout(rule=None, retention=0.4, queries=0):
+def layout(rule=None, retention=0.4, queries=0, scores=False):
     form = KVLayout.build(
         SHAPE,
         rule or WindowRule(16, 10, 4, 2),
@@ -25,15 +25,21 @@ def layout(rule=None, retention=0.4, queries=0):
         grouping="global",
         max_tokens=300,
     )
-    return form.with_queries(SHAPE, queries) if queries else form
+    form = form.with_queries(SHAPE, queries) if queries else form
+    return form.with_scores() if scores else form
 
 
 class RowMachine(RuleBasedStateMachine):
     """Prefill in chunks, decode, close and clear; the content of pages is tracked beside."""
 
-    @initialize(sinks=st.integers(0, 4), recent=st.integers(0, 20), queries=st.integers(0, 16))
-    def build(self, sinks, recent, queries):
-        self.layout = layout(WindowRule(16, recent, 4, sinks), queries=queries)
+    @initialize(
+        sinks=st.integers(0, 4),
+        recent=st.integers(0, 20),
+        queries=st.integers(0, 16),
+        scores=st.booleans(),
+    )
+    def build(self, sinks, recent, queries, scores):
+        self.layout = layout(WindowRule(16, recent, 4, sinks), queries=queries, scores=scores)
         self.ledger = Ledger(600)
         self.rows = Rows(self.layout, self.ledger, 4)
 
