@@ -128,7 +128,7 @@ def startup_line(pool: TangramKVPool) -> str:
     groups = len(layout.groups) - layout.score_groups
     if plan.gates is not None:
         share = layout.score_groups / (layout.num_full - layout.score_groups)
-        held = f"gates={plan.gates.path} (scores take {share:.1%} of raw pages) "
+        held += f"gates={plan.gates.path} (scores take {share:.1%} of raw pages) "
     return (
         f"tangram: plan={plan.name} scorer={plan.scorer_name} retention asked={plan.retention:.4f} "
         f"held={layout.retention_held:.4f} groups={groups}x{layout.per_group} heads "
