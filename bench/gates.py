@@ -1,10 +1,10 @@
 """What scorer fastkvzip costs beside others, at equal bytes: KL to full KV with the same share of every head.
 
-    python -m bench.gates [--documents 4] [--retention 0.3] [--gates FILE] [--out bench/results/gates.csv]
+    python -m bench.gates [--documents 3] [--retention 0.3] [--gates FILE] [--out bench/results/gates.csv]
 
 Documents of `bench/documents.py`, none of them a text that gates or statistics were made from, run cold
 through SGLang itself: on full KV, and with each scorer under uniform budgets. The queries measured are
-those behind 2,048 tokens and R more, which all see four windows sealed. KL is exact, over the whole
+those behind 2,048 tokens (`--border`) and R more, which all see four windows sealed. KL is exact, over the whole
 vocabulary (`bench/branches.py`).
 """
 
@@ -29,8 +29,8 @@ from tangram_sglang.cli.retention import retention
 from tangram_sglang.plan.file import load_plan, save_plan
 from tangram_sglang.settings import Settings
 
-SCORERS = ("random", "keydiff", "expected_attention", "fastkvzip")
-BORDER, QUERIES = 2048, 256
+SCORERS = ("keydiff", "expected_attention", "fastkvzip")
+QUERIES = 256
 
 
 def uniform_plan(path: Path, folder: Path) -> Path:
@@ -45,7 +45,7 @@ def uniform_plan(path: Path, folder: Path) -> Path:
 def measure(size: argparse.Namespace, documents: list[Document], plan: Path) -> dict[str, list]:
     """Mean KL of each document by scorer."""
     head = Head.of(size.model)
-    first = BORDER + Settings().recent
+    first = size.border + Settings().recent
 
     def hidden(settings: dict[str, str]):
         say(f"{time.strftime('%H:%M:%S')} starting an engine, {settings}")
@@ -58,6 +58,7 @@ def measure(size: argparse.Namespace, documents: list[Document], plan: Path) -> 
                 gap = head.gap(found[:-1], tokens, seen.logprobs)
                 if not gap <= LOGPROB_TOLERANCE:
                     raise RuntimeError(f"{document.name}: hidden states are {gap:g} off SGLang's")
+                say(f"{time.strftime('%H:%M:%S')}   {document.name}")
                 yield found
 
     full = list(hidden({"TANGRAM_RETENTION": "1.0"}))
@@ -68,7 +69,7 @@ def measure(size: argparse.Namespace, documents: list[Document], plan: Path) -> 
             float(head.kl(whole, found).mean())
             for whole, found in zip(full, hidden({**common, "TANGRAM_SCORER": name}), strict=True)
         ]
-        for name in SCORERS
+        for name in size.scorers
     }
 
 
@@ -87,7 +88,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=MODEL_DIR)
     parser.add_argument("--retention", type=retention, default=0.3, help="(%(default)s)")
     parser.add_argument("--gates", type=Path, help="default: the shipped ones")
-    parser.add_argument("--documents", type=int, default=4, help="how many (%(default)s)")
+    parser.add_argument("--documents", type=int, default=3, help="how many (%(default)s)")
+    parser.add_argument("--border", type=int, default=2048, help="tokens before it (%(default)s)")
+    parser.add_argument(
+        "--scorers",
+        type=lambda text: tuple(text.split(",")),
+        default=SCORERS,
+        help=f"({','.join(SCORERS)})",
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "gates.csv", help="(%(default)s)")
     size = parser.parse_args()
     size.gates = size.gates or PLANS / f"{size.model.name.lower()}-gates.safetensors"
@@ -99,13 +107,14 @@ def main() -> int:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(size.model)
-    everything = load(tokenizer, BORDER + Settings().recent + QUERIES)
+    everything = load(tokenizer, size.border + Settings().recent + QUERIES)
     documents = everything[:: max(1, len(SOURCES) // size.documents)][: size.documents]
     with tempfile.TemporaryDirectory(prefix="tangram-gates-") as folder:
         plan = uniform_plan(nearest_plan(PLANS, size.retention), Path(folder))
         kl = measure(size, documents, plan)
     print(table(documents, kl))
     common = {"model": size.model.name, "retention": size.retention, "budgets": "uniform"}
+    common["border"] = size.border
     rows = [
         {"document": d.name, "scorer": name, "kl": f"{x:.6f}", "tokens_sha256": d.digest, **common}
         | machine("bench.gates")

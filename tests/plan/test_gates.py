@@ -8,12 +8,15 @@ import torch
 from msgspec.structs import replace
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
+from tangram_sglang.calib.texts import corpus, corpus_hash
+from tangram_sglang.cli.demo import PLANS
 from tangram_sglang.errors import TangramError
 from tangram_sglang.plan.file import load_plan, save_plan
 from tangram_sglang.plan.gates import check_layers, load_gates, save_gates
 from tangram_sglang.plan.serving import serving_plan
-from tangram_sglang.plan.shape import ModelShape
+from tangram_sglang.plan.shape import LayerShape, ModelShape
 from tangram_sglang.settings import Settings
 from tests.plans import write_plan
 from tests.reference.layout import model_shape
@@ -164,3 +167,13 @@ def test_a_plan_names_its_gates_and_a_setting_goes_before(model, path, tmp_path)
     chosen = serve(dataclasses.replace(settings, gates=str(other)))
     assert chosen.gates.path == other
     assert chosen.digest != found.digest
+
+
+def test_the_shipped_gates_are_smollm2s_and_small(smollm2):
+    path = PLANS / "smollm2-135m-instruct-gates.safetensors"
+    found = load_gates(path, AutoConfig.from_pretrained(smollm2))
+    check_layers(found, ModelShape(tuple(LayerShape(i, 9, 3, 64, None, 0.125) for i in range(30))))
+    assert path.stat().st_size < 3_000_000
+    assert found.about.corpus_hash == corpus_hash(corpus())
+    spearman = found.about.recipe["spearman"]
+    assert len(spearman) == 30 and min(spearman) > 0.5
