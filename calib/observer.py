@@ -171,6 +171,11 @@ class Observer:
                 raise TangramError(
                     f"profile {name!r} needs query statistics, which exist only after a first run"
                 )
+            if scorer and "hidden" in scorer.needs:
+                raise TangramError(
+                    f"profile {name!r} needs hidden, which observing does not hand over; choose a "
+                    "profile that reads windows, such as keydiff"
+                )
         readers = [x for x in (*self._profiles.values(), selection) if x and "q_window" in x.needs]
         self._window_queries = None
         if readers:

@@ -21,6 +21,7 @@ class Settings:
         plan: path of a plan file, or None for a uniform plan.
         retention: share of tokens kept, (0, 1].
         scorer: name of the scorer that picks tokens.
+        gates: path of a gate file, for scorers that read gate scores; None takes the plan's.
         window: W, tokens per sealed window; a multiple of ``page``.
         recent: R, newest tokens that are never compressed.
         page: P, tokens per page.
@@ -34,6 +35,7 @@ class Settings:
     plan: str | None = None
     retention: float | None = None
     scorer: str | None = None
+    gates: str | None = None
     window: int | None = None
     recent: int = 256
     page: int = 16

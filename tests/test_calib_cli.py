@@ -159,6 +159,7 @@ def test_a_prompt_that_is_refused_says_why(model, tmp_path, monkeypatch, capsys)
         pytest.param(["--alpha", "-1"], "expected a number of at least 0", id="alpha"),
         pytest.param(["--scope", "head"], "invalid choice: 'head'", id="scope"),
         pytest.param(["--budgets-from", "snap"], "unknown scorer 'snap'", id="scorer"),
+        pytest.param(["--select", "fastkvzip"], "fastkvzip reads gates", id="gates"),
         pytest.param(["--select", "error"], "unknown scorer 'error'", id="error picks nothing"),
         pytest.param(
             ["--retention", "0.3,0.30000001"],

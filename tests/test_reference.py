@@ -17,6 +17,7 @@ from tests.reference.tiny import (
     BOS,
     EOS,
     VOCAB,
+    random_gates,
     random_query_stats,
     random_tokens,
     save,
@@ -57,7 +58,8 @@ def layout(model, retention=0.4, recent=R, **settings):
 
 def run_of(model, scorer="keydiff", **settings):
     stats = random_query_stats(model) if scorer == "expected_attention" else None
-    return CompressedRun(model, layout(model, **settings), scorer, stats)
+    gates = random_gates(model) if scorer == "fastkvzip" else None
+    return CompressedRun(model, layout(model, **settings), scorer, stats, gates)
 
 
 def hf_logits(model, tokens):
@@ -119,12 +121,17 @@ def test_one_pass_with_masks_written_from_the_kept_sets(model, scorer):
         index = torch.tensor([heads.index((layer, head))])
         k, v = (x[:, head, start : start + W] for x in (cache[layer].keys, cache[layer].values))
         theirs = create_scorer(scorer)
-        q, scaling, inv_freq = run._asked(layer, head, start, start + W)
+        q, scaling, inv_freq, hidden, _ = run._asked(layer, head, start, start + W)
+        gate = None
+        if "hidden" in theirs.needs:
+            place = sorted({layer for layer, _ in heads}).index(layer)
+            gates = random_gates(model).projected_in(torch.float32).layer(place)
+            gate = gates.scores(hidden)[None, :, head]
         if "q_window" in theirs.needs:
             q = q[:, -theirs.q_window(W) :]
         window = Window(
             k, v, start, index, sinks, stats.select(index),
-            q[None], torch.tensor([scaling]), inv_freq[None],
+            q[None], torch.tensor([scaling]), inv_freq[None], gate,
         )  # fmt: skip
         theirs = theirs.score(window)
         scores = run.scores[layer, head, j]
@@ -318,6 +325,21 @@ def test_scorers_agree_with_the_package(name, stats, start, sinks):
         assert mine.dtype == torch.float32
         # sinks are kept anyway; some scorers score them, some do not
         torch.testing.assert_close(mine[sinks:], theirs[head, sinks:], atol=1e-5, rtol=1e-5)
+
+
+def test_gates_agree_with_the_package():
+    model = tiny_llama(layers=3, q_heads=6, kv_heads=3)
+    gates = random_gates(model, seed=2)
+    hidden = torch.randn(37, 96, generator=torch.Generator().manual_seed(1))
+    for layer in range(3):
+        theirs = gates.projected_in(torch.float32).layer(layer).scores(hidden)
+        assert theirs.std(dim=0).min() > 1e-2
+        for head in range(3):
+            gate = {x: getattr(gates, x)[layer, head] for x in ("q", "k", "sinks", "bias")}
+            gate |= {x: getattr(gates, x)[layer] for x in ("q_norm", "k_norm")}
+            asked = Asked(None, 1.0, None, hidden, gate)
+            mine = SCORERS["fastkvzip"](None, None, 0, 0, head, None, asked)
+            torch.testing.assert_close(mine, theirs[:, head], atol=1e-6, rtol=1e-4)
 
 
 def test_expected_attention_is_the_mean_over_drawn_queries():

@@ -31,7 +31,8 @@ def window_for(scorer, tokens, sinks=0):
         asked = scorer.q_window(tokens)
         assert 1 <= asked <= tokens
         q = torch.randn(HEADS, RATIO, asked, DIM, generator=generator)
-    return Window(k, v, 0, torch.arange(HEADS), sinks, stats, q, scaling, inv_freq)
+    gate = torch.rand(HEADS, tokens, generator=generator)
+    return Window(k, v, 0, torch.arange(HEADS), sinks, stats, q, scaling, inv_freq, gate)
 
 
 @pytest.mark.parametrize("name", SCORERS)
@@ -66,20 +67,22 @@ def test_who_asks_is_kept_first_and_the_newest_before_all(name):
 
 def test_a_scorer_that_needs_what_is_not_there_is_refused(monkeypatch):
     class Hungry:
-        needs = frozenset({"q_window", "hidden"})
+        needs = frozenset({"q_window", "logits"})
 
     monkeypatch.setitem(score.SCORERS, "hungry", Hungry)
-    with pytest.raises(TangramError, match="scorer hungry needs hidden"):
+    with pytest.raises(TangramError, match="scorer hungry needs logits"):
         create_scorer("hungry")
 
 
-@pytest.mark.parametrize("name", ["snapkv", "tova", "expected_attention_local"])
-def test_queries_are_refused_where_nobody_holds_them(name, tmp_path):
-    with pytest.raises(TangramError, match=f"scorer {name} needs q_window.*GPU backend"):
+@pytest.mark.parametrize("name", ["snapkv", "tova", "expected_attention_local", "fastkvzip"])
+def test_queries_and_gates_are_refused_where_nobody_holds_them(name, tmp_path):
+    need = "hidden" if name == "fastkvzip" else "q_window"
+    with pytest.raises(TangramError, match=f"scorer {name} needs {need}.*GPU backend"):
         refuse_scorer(SimpleNamespace(device="cuda"), name)
     refuse_scorer(SimpleNamespace(device="cpu"), name)
     refuse_scorer(SimpleNamespace(device="cuda"), "keydiff")
     shape = ModelShape((LayerShape(0, 4, 2, DIM, None, 0.25),))
     write_request(tmp_path, Request((name,)))
-    with pytest.raises(TangramError, match=f"profile '{name}' needs q_window"):
-        Observer(shape, {0: torch.ones(8)}, WindowRule(16, 8, 4, 2), tmp_path)
+    if need == "hidden":
+        with pytest.raises(TangramError, match=f"profile '{name}' needs {need}"):
+            Observer(shape, {0: torch.ones(8)}, WindowRule(16, 8, 4, 2), tmp_path)

@@ -14,9 +14,11 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from tangram_sglang.backend.compressor import Compressor
 from tangram_sglang.backend.decode import DecodeRow
+from tangram_sglang.backend.gates import GateScores
 from tangram_sglang.backend.heads import head_tables
 from tangram_sglang.backend.prefill import PrefillRow
 from tangram_sglang.backend.query_pages import QueryPages
+from tangram_sglang.backend.score_pages import ScorePages
 from tangram_sglang.backend.tails import Tail
 from tangram_sglang.pool.row import Step
 
@@ -27,19 +29,22 @@ class TangramAttentionBackend(AttentionBackend):
     Args:
         model_runner: SGLang's, with our pools in place.
         watcher: sees queries and windows of prompts (``calib.observer``, ``backend.drift``), or None.
+        gates: scores that hooks take at the projections, where the scorer reads them, else None.
     """
 
-    def __init__(self, model_runner, watcher=None):
+    def __init__(self, model_runner, watcher=None, gates: GateScores | None = None):
         super().__init__()
         self.device = model_runner.device
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.watcher = watcher
+        self.gates = gates
         self.layers, self.kinds = head_tables(self.token_to_kv_pool.plan.layout, self.device)
         # on a CPU the device's table is the host's
         self.table = torch.from_numpy(self.token_to_kv_pool.rows.table)
         self.compressor = Compressor(self.token_to_kv_pool, self.table)
         self.queries = QueryPages(self.token_to_kv_pool, self.table)
+        self.scores = ScorePages(self.token_to_kv_pool, self.table, self.kinds[0])
         self._batch: list[PrefillRow] | list[DecodeRow] = []
 
     def support_triton(self) -> bool:
@@ -71,8 +76,9 @@ class TangramAttentionBackend(AttentionBackend):
                 raise RuntimeError(f"row {row} extends from token {n0} and has no tail to read")
         tails = [Tail(self.token_to_kv_pool, self.kinds, s) if s.tail else None for s in steps]
         held = [self.queries.read(step) for step in steps]
+        scores = [self.scores.read(step) for step in steps]
         kind = DecodeRow if forward_batch.forward_mode.is_decode() else PrefillRow
-        self._batch = [kind(self, *row) for row in zip(steps, tails, held, strict=True)]
+        self._batch = [kind(self, *row) for row in zip(steps, tails, held, scores, strict=True)]
 
     def forward_decode(
         self,
@@ -106,11 +112,15 @@ class TangramAttentionBackend(AttentionBackend):
         require_own_kv(layer, k, save_kv_cache, unknown)
         q = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
         out = torch.empty_like(q)
+        gate = None
+        if self.gates is not None and self.kinds[self.layers[layer.layer_id].kind].is_full:
+            gate = self.gates.take(layer.layer_id, len(q)).T
         start = 0
         for row in self._batch:
             end = start + row.tokens
             span = slice(start, end)
-            out[span] = row.attend(q[span], k[span], v[span], layer)
+            mine = None if gate is None else gate[:, span]
+            out[span] = row.attend(q[span], k[span], v[span], layer, mine)
             start = end
         return out.flatten(1)
 

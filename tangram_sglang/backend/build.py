@@ -128,9 +128,13 @@ def startup_line(pool: TangramKVPool) -> str:
     if queries.tokens:
         most = queries.slots * queries.pages * layout.page_bytes(pool.dtype.itemsize)
         held = f"queries={queries.tokens} a window (up to {most} bytes a request) "
+    groups = len(layout.groups) - layout.score_groups
+    if plan.gates is not None:
+        share = layout.score_groups / (layout.num_full - layout.score_groups)
+        held += f"gates={plan.gates.path} (scores take {share:.1%} of raw pages) "
     return (
         f"tangram: plan={plan.name} scorer={plan.scorer_name} retention asked={plan.retention:.4f} "
-        f"held={layout.retention_held:.4f} groups={len(layout.groups)}x{layout.per_group} heads "
+        f"held={layout.retention_held:.4f} groups={groups}x{layout.per_group} heads "
         f"window={rule.window} recent={rule.recent} page={rule.page} sinks={rule.sinks} "
         f"{held}"
         f"capacity={pool.size} true tokens in {pool.ledger.num_pages} pages, "

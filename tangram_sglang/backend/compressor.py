@@ -36,6 +36,7 @@ class Compressor:
         groups: torch.Tensor,
         columns: torch.Tensor,
         q: torch.Tensor | None = None,
+        gate: torch.Tensor | None = None,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Seal one window in some heads of full-attention layers.
 
@@ -46,12 +47,13 @@ class Compressor:
             heads: [H] int64 in global head order.
             groups, columns: [H] int64, where those heads live.
             q: [H, r, w, D], queries of the window's last w tokens, for scorers that read them.
+            gate: [H, W] fp32, gate scores of the window, likewise.
 
         Returns:
             For heads that keep equally many: ([h] indices into ``heads``, [h, K] offsets kept).
         """
         started = time.perf_counter()
-        scores = self._scores(window, k, v, heads, q)
+        scores = self._scores(window, k, v, heads, q, gate)
         sinks = self._sinks(window)
         kept = []
         for count, mine in alike(self._layout, groups):
@@ -67,7 +69,7 @@ class Compressor:
         self._pool.rows.tally.compressed(time.perf_counter() - started)
         return kept
 
-    def _scores(self, window, k, v, heads, q) -> torch.Tensor | None:
+    def _scores(self, window, k, v, heads, q, gate) -> torch.Tensor | None:
         plan, start = self._plan, window * self._layout.rule.window
         if plan.scorer is None:
             return None
@@ -75,7 +77,7 @@ class Compressor:
         scaling = None if q is None else plan.scaling[heads]
         inv_freq = None if plan.inv_freq is None else plan.inv_freq[heads]
         return plan.scorer.score(
-            Window(k, v, start, heads, self._sinks(window), stats, q, scaling, inv_freq)
+            Window(k, v, start, heads, self._sinks(window), stats, q, scaling, inv_freq, gate)
         )
 
     def _sinks(self, window: int) -> int:

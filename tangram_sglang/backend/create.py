@@ -10,10 +10,12 @@ from tangram_sglang.backend.allocator import TangramAllocator
 from tangram_sglang.backend.attention import TangramAttentionBackend
 from tangram_sglang.backend.build import startup_line
 from tangram_sglang.backend.drift import DriftWatch
+from tangram_sglang.backend.gates import GateScores, attach_gates
 from tangram_sglang.backend.kv_pool import TangramKVPool
 from tangram_sglang.backend.req_pool import TangramReqToTokenPool
 from tangram_sglang.errors import TangramError
 from tangram_sglang.patches.hooks import check_hooks
+from tangram_sglang.plan.serving import ServingPlan
 from tangram_sglang.settings import observe_path
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,7 @@ def create_backend(model_runner) -> AttentionBackend:
         )
     watcher = _watcher(model_runner)
     if model_runner.device == "cpu":
-        return TangramAttentionBackend(model_runner, watcher)
+        return TangramAttentionBackend(model_runner, watcher, _gates(model_runner, plan))
     if torch.version.hip is not None:
         raise TangramError(
             "tangram's kernels are made for NVIDIA GPUs, this torch is built for AMD ones: choose "
@@ -54,6 +56,14 @@ def create_backend(model_runner) -> AttentionBackend:
     from tangram_sglang.backend.cuda_attention import TangramCudaBackend
 
     return TangramCudaBackend(model_runner, watcher)
+
+
+def _gates(model_runner, plan: ServingPlan) -> GateScores | None:
+    if plan.gates is None:
+        return None
+    arguments = model_runner.server_args
+    rows = max(arguments.chunked_prefill_size or 0, model_runner.req_to_token_pool.size)
+    return attach_gates(model_runner.model, plan.gates, rows)
 
 
 def _watcher(model_runner):

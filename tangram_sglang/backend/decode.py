@@ -23,6 +23,7 @@ class DecodeRow:
         step: what the step does to the row.
         tail: raw tail before the step, where a window is to be sealed.
         queries: that window's, where the scorer reads them.
+        scores: gate scores of the tail, [heads, tokens], where the scorer reads them.
     """
 
     tokens = 1
@@ -33,12 +34,13 @@ class DecodeRow:
         step: Step,
         tail: Tail | None,
         queries: list[torch.Tensor],
+        scores: torch.Tensor | None = None,
     ):
         self._backend, self._step = backend, step
         self._layout = layout = backend.token_to_kv_pool.plan.layout
         table = backend.table[step.row]
         if tail is not None:
-            self._seal(step, tail, *queries)
+            self._seal(step, tail, scores, *queries)
         self._rows, self._lengths = [], []
         for heads in backend.kinds:
             start = layout.tail_start(heads.kind.sliding_window, step.n1, step.floor)
@@ -57,8 +59,15 @@ class DecodeRow:
             self._rows.append(rows)
             self._lengths.append(sealed + step.n1 - start)
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer) -> torch.Tensor:
-        """q [1, HQ, D]; k, v [1, H, D]; returns [1, HQ, D]."""
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer,
+        gate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """q [1, HQ, D]; k, v [1, H, D]; gate [H, 1] scores or None; returns [1, HQ, D]."""
         backend, page = self._backend, self._layout.rule.page
         mine = backend.layers[layer.layer_id]
         heads = backend.kinds[mine.kind]
@@ -78,14 +87,23 @@ class DecodeRow:
             backend.queries.write(
                 self._step, mine.first, q.view(1, len(mine.groups), -1, q.shape[-1])
             )
+            if gate is not None:
+                backend.scores.write(self._step, mine.first, gate)
         return decode_reference(q[0], pool, rows, lengths, page, layer.scaling)[None]
 
-    def _seal(self, step: Step, tail: Tail, q: torch.Tensor | None = None) -> None:
+    def _seal(
+        self,
+        step: Step,
+        tail: Tail,
+        scores: torch.Tensor | None,
+        q: torch.Tensor | None = None,
+    ) -> None:
         window = self._layout.rule.window
         for i, heads in enumerate(self._backend.kinds):
             if heads.kind.sliding_window is None:
                 everyone = torch.arange(len(heads.groups), device=heads.groups.device)
                 k, v = tail.k[i][:, :window], tail.v[i][:, :window]
+                gate = None if scores is None else scores[:, :window]
                 self._backend.compressor.seal(
-                    step.row, step.s0, k, v, everyone, heads.groups, heads.columns, q
+                    step.row, step.s0, k, v, everyone, heads.groups, heads.columns, q, gate
                 )

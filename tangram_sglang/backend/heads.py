@@ -37,6 +37,10 @@ class KindHeads:
     ring_offset: torch.Tensor
     kept: torch.Tensor
 
+    @property
+    def is_full(self) -> bool:
+        return self.kind.sliding_window is None
+
 
 def head_tables(
     layout: KVLayout, device: torch.device | str

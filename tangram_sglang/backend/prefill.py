@@ -24,6 +24,7 @@ class PrefillRow:
         step: what the step does to the row.
         tail: raw tail before the step; None for a row that nobody opened (a warm-up batch).
         queries: of the windows that the step seals and found begun, where the scorer reads them.
+        scores: gate scores of the tail, [heads, tokens], where the scorer reads them.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class PrefillRow:
         step: Step,
         tail: Tail | None,
         queries: list[torch.Tensor],
+        scores: torch.Tensor | None = None,
     ):
         self._backend = backend
         self._pool = backend.token_to_kv_pool
@@ -40,10 +42,18 @@ class PrefillRow:
         self._step = step
         self._tail = tail
         self._queries = queries
+        self._scores = scores
         self.tokens = step.n1 - step.n0
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer) -> torch.Tensor:
-        """q [T, HQ, D]; k, v [T, H, D]; returns [T, HQ, D]."""
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer,
+        gate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """q [T, HQ, D]; k, v [T, H, D]; gate [H, T] scores or None; returns [T, HQ, D]."""
         mine = self._backend.layers[layer.layer_id]
         kind = self._backend.kinds[mine.kind].kind
         raw_start = self._layout.tail_start(kind.sliding_window, self._step.n0, self._step.floor)
@@ -53,15 +63,25 @@ class PrefillRow:
             raw_k, raw_v = torch.cat([old_k, raw_k], 1), torch.cat([old_v, raw_v], 1)
         q = q.view(len(q), len(mine.groups), -1, q.shape[-1]).permute(1, 2, 0, 3)
         if kind.sliding_window is None:
-            self._seal(layer.layer_id, mine, q, raw_k, raw_v, raw_start)
+            self._seal(
+                layer.layer_id, mine, q, raw_k, raw_v, self._raw_scores(mine, gate), raw_start
+            )
             out = self._full(q, mine, raw_k, raw_v, raw_start, layer.scaling)
             self._backend.queries.write(self._step, mine.first, q.permute(2, 0, 1, 3))
+            if gate is not None:
+                self._backend.scores.write(self._step, mine.first, gate)
         else:
             out = sliding_reference(q, raw_k, raw_v, kind.sliding_window, layer.scaling)
         self._write(mine, kind, k, v)
         return out.permute(2, 0, 1, 3).flatten(1, 2)
 
-    def _seal(self, layer_id: int, mine: LayerHeads, q, raw_k, raw_v, raw_start: int) -> None:
+    def _raw_scores(self, mine: LayerHeads, gate: torch.Tensor | None) -> torch.Tensor | None:
+        """Gate scores of the tail and of this step, [H, tokens]."""
+        if gate is None or self._scores is None:
+            return gate
+        return torch.cat([self._scores[mine.first : mine.first + len(gate)], gate], dim=1)
+
+    def _seal(self, layer_id: int, mine: LayerHeads, q, raw_k, raw_v, raw_gate, raw_start) -> None:
         size = self._layout.rule.window
         heads = mine.first + torch.arange(len(mine.groups), device=raw_k.device)
         for window in range(self._step.s0, self._step.s1):
@@ -79,6 +99,7 @@ class PrefillRow:
                 mine.groups,
                 mine.columns,
                 self._last_queries(mine, q, window),
+                None if raw_gate is None else raw_gate[:, span],
             )
 
     def _last_queries(self, mine: LayerHeads, q: torch.Tensor, window: int) -> torch.Tensor | None:

@@ -104,9 +104,9 @@ def refuse_unsupported(args: Any) -> None:
 
 def refuse_scorer(args: Any, name: str) -> None:
     """Raise TangramError where the scorer reads what the backend of this device does not hold."""
-    missing = create_scorer(name).needs & {"q_window", "rope"}
+    missing = create_scorer(name).needs & {"q_window", "rope", "hidden"}
     if args.device != "cpu" and missing:
         raise TangramError(
-            f"scorer {name} needs {', '.join(sorted(missing))}, and the GPU backend holds no queries "
-            "for scorers; set TANGRAM_SCORER to one that needs none, or serve on a CPU"
+            f"scorer {name} needs {', '.join(sorted(missing))}, and the GPU backend holds neither "
+            "queries nor gate scores for scorers; set TANGRAM_SCORER to one that needs none, or serve on a CPU"
         )

@@ -13,7 +13,7 @@ from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
 from tangram_sglang.backend.refusals import refuse_scorer, refuse_unsupported
 from tangram_sglang.errors import TangramError
-from tangram_sglang.plan.serving import read_plan, serving_scorer
+from tangram_sglang.plan.serving import read_gates, read_plan, serving_scorer
 from tangram_sglang.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -55,14 +55,15 @@ def _validate(server_args: Any, previous) -> None:
     previous(server_args)
     if _selected(server_args):
         refuse_unsupported(resolved_view(server_args))
-        settings = Settings.from_env()
+        settings, config = Settings.from_env(), model_config_of(server_args).hf_text_config
         if settings.drift and not resolved_view(server_args).enable_metrics:
             raise TangramError(
                 f"TANGRAM_DRIFT={settings.drift} shows up as metrics only: pass --enable-metrics or "
                 "unset it"
             )
-        plan = read_plan(settings, model_config_of(server_args).hf_text_config)
-        refuse_scorer(resolved_view(server_args), serving_scorer(Settings.from_env(), plan))
+        plan = read_plan(settings, config)
+        refuse_scorer(resolved_view(server_args), serving_scorer(settings, plan))
+        read_gates(settings, plan, config)
         served = Path(resolved_view(server_args).model_path).name
         if plan is not None and plan.model.id.lower() != served.lower():
             logger.warning(

@@ -18,6 +18,7 @@ COMMANDS = {
     "demo": "chat with a real server about a document, on compressed KV and uncompressed",
     "inspect": "show a plan's budgets, groups and memory",
     "plan": "show how the decode kernel shares out a plan's work on a GPU",
+    "train-gate": "train the gates that scorer fastkvzip reads, for one model",
 }
 
 
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         if name == chosen:
-            module = importlib.import_module(f"tangram_sglang.cli.{name}")
+            module = importlib.import_module(f"tangram_sglang.cli.{name.replace('-', '_')}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     arguments = parser.parse_args(argv)

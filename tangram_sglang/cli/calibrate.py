@@ -203,7 +203,11 @@ def _check(arguments: argparse.Namespace) -> None:
         raise TangramError(f"--alpha {arguments.alpha}: expected a number of at least 0")
     for name in (*arguments.budgets_from, arguments.select):
         if name != ERROR or name == arguments.select:
-            create_scorer(name)
+            if "hidden" in create_scorer(name).needs:
+                raise TangramError(
+                    f"scorer {name} reads gates, which calibration does not measure with: calibrate "
+                    f"with another one; TANGRAM_SCORER={name} serves with its plan"
+                )
 
 
 def _load(model: str):

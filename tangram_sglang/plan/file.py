@@ -55,11 +55,13 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Selection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The scorer that picks tokens, and the sha256 of the statistics it reads."""
+    """The scorer that picks tokens; statistics and gates to read, files beside the plan with sha256."""
 
     scorer: str
     stats_file: str | None = None
     stats_hash: str | None = None
+    gates_file: str | None = None
+    gates_hash: str | None = None
 
 
 class Drift(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -147,22 +149,26 @@ def _check(plan: PlanFile, path: Path) -> None:
         raise wrong("length of drift.limits", len(plan.drift.limits), len(plan.budgets))
     if not plan.layers or len(plan.budgets) % len(plan.layers):
         raise wrong("length of budgets", len(plan.budgets), f"a multiple of {len(plan.layers)}")
-    if (plan.selection.stats_file is None) != (plan.selection.stats_hash is None):
-        raise wrong("selection.stats_hash", plan.selection.stats_hash, "set with stats_file")
+    selection = plan.selection
+    if (selection.stats_file is None) != (selection.stats_hash is None):
+        raise wrong("selection.stats_hash", selection.stats_hash, "set with stats_file")
+    if (selection.gates_file is None) != (selection.gates_hash is None):
+        raise wrong("selection.gates_hash", selection.gates_hash, "set with gates_file")
 
 
 def check_model(plan: PlanFile, config: dict, path: str | Path) -> None:
     """Refuse a plan of another model, naming every field of ``config`` that differs."""
-    theirs = plan.model.config
-    names = sorted({*theirs, *config})
-    differing = [
-        f"{name} is {theirs.get(name)!r} in the plan and {config.get(name)!r} in the model"
-        for name in names
-        if theirs.get(name) != config.get(name)
-    ]
-    if differing:
+    if found := differences(plan.model.config, config, "in the plan"):
         raise TangramError(
-            f"plan file {path} was calibrated on {plan.model.id}, another model: "
-            + "; ".join(differing)
-            + "; calibrate this model or unset TANGRAM_PLAN"
+            f"plan file {path} was calibrated on {plan.model.id}, another model: {found}; calibrate "
+            "this model or unset TANGRAM_PLAN"
         )
+
+
+def differences(theirs: dict, config: dict, where: str) -> str:
+    """Fields of a model's ``config`` that differ from those kept ``where``; empty if none does."""
+    return "; ".join(
+        f"{name} is {theirs.get(name)!r} {where} and {config.get(name)!r} in the model"
+        for name in sorted({*theirs, *config})
+        if theirs.get(name) != config.get(name)
+    )

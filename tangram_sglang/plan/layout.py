@@ -56,6 +56,10 @@ class KVLayout:
     A row of the page table is, group by group, ``[sealed pages | ring of tail pages]``; the page
     of tail token t stands at ring slot ``(t // P) % ring``. Behind the groups come the pages of
     queries, window j in slot ``j % slots``.
+
+    The last ``score_groups`` of the full-attention groups have no heads: their raw pages hold the gate
+    scores of the tokens whose K and V the others hold, of all heads, and of sealed windows they keep
+    nothing. So scores are taken, given back, shared and found again with the raw tokens.
     """
 
     rule: WindowRule
@@ -64,6 +68,7 @@ class KVLayout:
     head_dim: int
     max_tokens: int
     queries: QueryRule = NO_QUERIES
+    score_groups: int = 0
 
     @classmethod
     def build(
@@ -108,6 +113,21 @@ class KVLayout:
         page_rows = 2 * self.rule.page * self.per_group
         return replace(self, queries=QueryRule.build(shape, self.rule, tokens, page_rows))
 
+    def with_scores(self) -> "KVLayout":
+        """The same for a scorer that reads gate scores."""
+        heads = sum(len(group.heads) for group in self.groups[: self.num_full])
+        count = -(-heads // self.page_scores)
+        full, sliding = self.groups[: self.num_full], self.groups[self.num_full :]
+        return replace(self, groups=(*full, *[Group((), 0)] * count, *sliding), score_groups=count)
+
+    @property
+    def page_scores(self) -> int:
+        """Scores of one token that a page of P tokens holds.
+
+        Each takes two elements, which are an fp32 even in a pool of half precision.
+        """
+        return self.per_group * self.head_dim
+
     @cached_property
     def kept(self) -> np.ndarray:
         """K[g], [G] int64."""
@@ -137,7 +157,8 @@ class KVLayout:
     @property
     def compresses(self) -> bool:
         """Whether any head drops anything."""
-        return bool((self.kept[: self.num_full] < self.rule.window).any())
+        heads = self.num_full - self.score_groups
+        return bool((self.kept[:heads] < self.rule.window).any())
 
     # lengths after n tokens of a request that started from ``floor`` cached windows
 

@@ -13,6 +13,7 @@ import torch
 from tangram_sglang.errors import TangramError
 from tangram_sglang.plan.drift import DriftRule, drift_rule
 from tangram_sglang.plan.file import PlanFile, check_model, load_plan
+from tangram_sglang.plan.gates import GateFile, check_layers, load_gates
 from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.model_config import model_config
 from tangram_sglang.plan.shape import ModelShape
@@ -42,6 +43,7 @@ class ServingPlan:
             scorer reads queries.
         inv_freq: [H, rotary_dim / 2] fp64, of the same, if the scorer reads them.
         drift: what to watch of it, if asked for.
+        gates: of every full-attention layer, if the scorer reads their scores.
         digest: of all that decides which tokens are kept and where they lie; what is cached under
             one digest means nothing under another.
     """
@@ -56,6 +58,7 @@ class ServingPlan:
     scaling: torch.Tensor | None = None
     inv_freq: torch.Tensor | None = None
     drift: DriftRule | None = None
+    gates: GateFile | None = None
 
 
 def read_plan(settings: Settings, hf_config: Any) -> PlanFile | None:
@@ -97,9 +100,7 @@ def serving_plan(
     """
     plan = read_plan(settings, hf_config)
     rule = _rule(settings, plan)
-    retention = settings.retention
-    if retention is None:
-        retention = plan.calibration.retention if plan else 1.0
+    retention = serving_retention(settings, plan)
     heads = shape.full_heads
     if plan is None:
         budgets = [retention] * len(heads)
@@ -123,7 +124,7 @@ def serving_plan(
         max_tokens=max_tokens,
     )
     name = serving_scorer(settings, plan)
-    scorer, stats, scaling, inv_freq = None, None, None, None
+    scorer, stats, scaling, inv_freq, gates = None, None, None, None, None
     if layout.compresses:
         scorer = create_scorer(name)
         if "query_stats" in scorer.needs:
@@ -134,8 +135,11 @@ def serving_plan(
         if "rope" in scorer.needs:
             frequencies = rope()
             inv_freq = torch.stack([frequencies[layer] for layer, _ in heads]).to(device)
+        if gates := read_gates(settings, plan, hf_config):
+            check_layers(gates, shape)
+            layout = layout.with_scores()
     stats_hash = plan.selection.stats_hash if plan and stats is not None else None
-    digest = _digest(layout, name, stats_hash)
+    digest = _digest(layout, name, stats_hash, gates.sha256 if gates else None)
     return ServingPlan(
         settings.plan or "uniform",
         retention,
@@ -147,7 +151,15 @@ def serving_plan(
         scaling,
         inv_freq,
         drift_rule(settings, plan),
+        gates,
     )
+
+
+def serving_retention(settings: Settings, plan: PlanFile | None) -> float:
+    """Rho in force."""
+    if settings.retention is not None:
+        return settings.retention
+    return plan.calibration.retention if plan else 1.0
 
 
 def serving_scorer(settings: Settings, plan: PlanFile | None) -> str:
@@ -155,9 +167,33 @@ def serving_scorer(settings: Settings, plan: PlanFile | None) -> str:
     return settings.scorer or (plan.selection.scorer if plan else FALLBACK_SCORER)
 
 
-def _digest(layout: KVLayout, scorer: str, stats_hash: str | None) -> str:
+def read_gates(settings: Settings, plan: PlanFile | None, hf_config: Any) -> GateFile | None:
+    """The gates that serving reads, checked against the model's config; None where it reads none."""
+    name = serving_scorer(settings, plan)
+    if serving_retention(settings, plan) == 1.0 or "hidden" not in create_scorer(name).needs:
+        return None
+    if settings.gates is not None:
+        return load_gates(settings.gates, hf_config)
+    if plan is None or plan.selection.gates_file is None:
+        raise TangramError(
+            f"scorer {name} reads the scores of trained gates, and "
+            + ("there is no plan" if plan is None else f"plan {settings.plan} names none")
+            + "; give TANGRAM_GATES a file that tangram train-gate made, or set "
+            f"TANGRAM_SCORER={FALLBACK_SCORER}"
+        )
+    found = load_gates(Path(settings.plan).parent / plan.selection.gates_file, hf_config)
+    if found.sha256 != plan.selection.gates_hash:
+        raise TangramError(
+            f"gate file {found.path}: sha256 is {found.sha256}, the plan names "
+            f"{plan.selection.gates_hash}; put the plan's own gates beside it, or choose these with "
+            "TANGRAM_GATES"
+        )
+    return found
+
+
+def _digest(layout: KVLayout, scorer: str, stats_hash: str | None, gates_hash: str | None) -> str:
     """sha256; budgets and retention are in the groups' counts."""
-    facts = (layout.rule, layout.groups, layout.per_group, scorer, stats_hash)
+    facts = (layout.rule, layout.groups, layout.per_group, scorer, stats_hash, gates_hash)
     return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()
 
 

@@ -6,6 +6,7 @@ from tangram_sglang.errors import TangramError
 from tangram_sglang.score.base import NEEDS, QueryStats, ReadsQueries, Scorer, Window
 from tangram_sglang.score.expected_attention import ExpectedAttention
 from tangram_sglang.score.expected_attention_local import ExpectedAttentionLocal
+from tangram_sglang.score.fastkvzip import FastKVzip
 from tangram_sglang.score.keydiff import KeyDiff
 from tangram_sglang.score.knorm import KNorm
 from tangram_sglang.score.random import Random
@@ -18,6 +19,7 @@ ENTRY_POINTS = "tangram_sglang.scorers"
 SCORERS: dict[str, type[Scorer]] = {
     "expected_attention": ExpectedAttention,
     "expected_attention_local": ExpectedAttentionLocal,
+    "fastkvzip": FastKVzip,
     "keydiff": KeyDiff,
     "knorm": KNorm,
     "random": Random,

@@ -5,7 +5,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-NEEDS = frozenset({"query_stats", "q_window", "rope"})
+NEEDS = frozenset({"query_stats", "q_window", "rope", "hidden"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,8 @@ class Window:
             the r query heads of each KV head.
         scaling: [H] fp32, factor on q.k before the softmax; there whenever ``q`` is.
         inv_freq: [H, rotary_dim / 2] fp64 where it needs ``rope``, as in ``QueryStats``.
+        gate: [H, W] fp32 where it needs ``hidden``: what the model's trained gates (``score.gate``)
+            said of each token when it passed the projection.
     """
 
     k: torch.Tensor
@@ -60,6 +62,7 @@ class Window:
     q: torch.Tensor | None = None
     scaling: torch.Tensor | None = None
     inv_freq: torch.Tensor | None = None
+    gate: torch.Tensor | None = None
 
 
 class Scorer(Protocol):

@@ -32,8 +32,9 @@ class PoolMachine(RuleBasedStateMachine):
         recent=st.integers(0, 20),
         pages=st.sampled_from([60, 100, 400]),
         queries=st.sampled_from([0, 0, 1, 6, 16]),
+        scores=st.booleans(),
     )
-    def build(self, recent, pages, queries=0):
+    def build(self, recent, pages, queries=0, scores=False):
         layout = KVLayout.build(
             SHAPE,
             WindowRule(16, recent, 4, 2),
@@ -45,6 +46,8 @@ class PoolMachine(RuleBasedStateMachine):
         )
         if queries:
             layout = layout.with_queries(SHAPE, queries)
+        if scores:
+            layout = layout.with_scores()
         self.rows = Rows(layout, Ledger(pages), 3)
         self.taken = self._note_taken()
         self.rows.tail_left = self._leave_tail

@@ -39,7 +39,8 @@ def layouts(draw):
         max_tokens=400,
     )
     tokens = draw(st.integers(0, rule.window))
-    return layout.with_queries(shape, tokens) if tokens else layout
+    layout = layout.with_queries(shape, tokens) if tokens else layout
+    return layout.with_scores() if draw(st.booleans()) else layout
 
 
 def counted_pages(layout, n) -> int:
@@ -99,9 +100,11 @@ def test_every_head_has_one_place_and_groups_keep_whole_pages(layout):
     heads = [head for group in layout.groups for head in group.heads]
     assert len(heads) == len(set(heads)) == len(layout.place)
     assert all(len(group.heads) <= layout.per_group for group in layout.groups)
-    for group in layout.groups[: layout.num_full]:
+    for group in layout.groups[: layout.num_full - layout.score_groups]:
         assert layout.rule.page <= group.kept <= layout.rule.window
         assert group.kept % layout.rule.page == 0
+    for group in layout.groups[layout.num_full - layout.score_groups : layout.num_full]:
+        assert group.heads == () and group.kept == 0
 
 
 SMOLLM2 = ModelShape(tuple(LayerShape(i, 9, 3, 64, None, 0.125) for i in range(30)))
@@ -134,6 +137,20 @@ def test_retention_is_the_bytes_the_user_gets(budgets, retention, per_group):
     if int(retention * 32 * 90 / per_group) >= groups:
         assert layout.retention_held <= retention + 1e-9
         assert layout.retention_held > retention - 2 * one_page
+
+
+def test_scores_take_a_page_of_each_p_raw_tokens_and_none_of_sealed_windows():
+    plain = build([0.5] * 90, 0.5)
+    layout = plain.with_scores()
+    # a page of 4 heads has room for 256 scores of a token, and there are 90
+    assert (layout.score_groups, plain.score_groups) == (1, 0)
+    assert layout.compresses and layout.window_pages == plain.window_pages
+    assert layout.retention_held == plain.retention_held
+    for n, pages in ((1, 1), (768, 48), (769, 17), (5000, 25)):
+        assert layout.pages(n) == plain.pages(n) + pages
+    assert not build([1.0] * 90, 1.0).with_scores().compresses
+    # one head a page: 64 scores
+    assert build([0.5] * 90, 0.5, per_group=1).with_scores().score_groups == 2
 
 
 def test_queries_fill_the_fewest_pages():

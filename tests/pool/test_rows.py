@@ -17,7 +17,7 @@ SHAPE = ModelShape(tuple(LayerShape(i, 2, 2, 8, 21 if i == 1 else None, 1.0) for
 FULL = ModelShape(tuple(LayerShape(i, 2, 2, 8, None, 1.0) for i in range(2)))
 
 
-def layout(rule=None, retention=0.4, queries=0, shape=SHAPE):
+def layout(rule=None, retention=0.4, queries=0, scores=False, shape=SHAPE):
     form = KVLayout.build(
         shape,
         rule or WindowRule(16, 10, 4, 2),
@@ -27,15 +27,21 @@ def layout(rule=None, retention=0.4, queries=0, shape=SHAPE):
         grouping="global",
         max_tokens=300,
     )
-    return form.with_queries(shape, queries) if queries else form
+    form = form.with_queries(shape, queries) if queries else form
+    return form.with_scores() if scores else form
 
 
 class RowMachine(RuleBasedStateMachine):
     """Prefill in chunks, decode, close and clear; the content of pages is tracked beside."""
 
-    @initialize(sinks=st.integers(0, 4), recent=st.integers(0, 20), queries=st.integers(0, 16))
-    def build(self, sinks, recent, queries):
-        self.layout = layout(WindowRule(16, recent, 4, sinks), queries=queries)
+    @initialize(
+        sinks=st.integers(0, 4),
+        recent=st.integers(0, 20),
+        queries=st.integers(0, 16),
+        scores=st.booleans(),
+    )
+    def build(self, sinks, recent, queries, scores):
+        self.layout = layout(WindowRule(16, recent, 4, sinks), queries=queries, scores=scores)
         self.ledger = Ledger(600)
         self.rows = Rows(self.layout, self.ledger, 4)
 
@@ -199,11 +205,11 @@ def test_demand_bounds_what_a_row_holds_on_every_step_of_its_way(
 
 
 @pytest.mark.parametrize(("shape", "floor"), [(SHAPE, 0), (FULL, 0), (FULL, 3)])
-@pytest.mark.parametrize("queries", [0, 5, 16])
+@pytest.mark.parametrize(("queries", "scores"), [(0, False), (5, True), (16, False), (0, True)])
 @pytest.mark.parametrize("recent", [0, 4, 16])
-def test_quiet_steps_change_no_page_and_the_next_one_does(recent, queries, shape, floor):
+def test_quiet_steps_change_no_page_and_the_next_one_does(recent, queries, scores, shape, floor):
     """Layers with and without a sliding window, cached windows; ``advance`` skips what it does for other steps."""
-    form = layout(WindowRule(16, recent, 4, 2), queries=queries, shape=shape)
+    form = layout(WindowRule(16, recent, 4, 2), queries=queries, scores=scores, shape=shape)
     for n in range(1 + floor * 16, 120 + floor * 16):
         last = form.quiet_until(n, floor)
         assert last >= n

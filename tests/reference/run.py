@@ -25,6 +25,7 @@ class CompressedRun:
         layout: KVLayout of the whole model; read for numbers only.
         scorer_name: of ``tests.reference.scorers.SCORERS``.
         query_stats: QueryStats of all full-attention heads, for ``expected_attention``.
+        gates: Gates of all full-attention layers, for ``fastkvzip``; read for tensors only.
 
     Attributes:
         tokens: all tokens run so far.
@@ -33,18 +34,21 @@ class CompressedRun:
         scores: the W scores, fp32, by the same keys.
     """
 
-    def __init__(self, model, layout, scorer_name: str, query_stats=None):
+    def __init__(self, model, layout, scorer_name: str, query_stats=None, gates=None):
         config = model.config
         if model.dtype != torch.float32:
             raise ValueError(f"the reference runs in float32, the model is {model.dtype}")
         if scorer_name == "expected_attention" and query_stats is None:
             raise ValueError("expected_attention needs query_stats")
+        if scorer_name == "fastkvzip" and gates is None:
+            raise ValueError("fastkvzip needs gates")
         self.tokens: list[int] = []
         self.kept: dict[tuple[int, int, int], list[int]] = {}
         self.scores: dict[tuple[int, int, int], torch.Tensor] = {}
         self._model = model.eval()
         self._scorer = SCORERS[scorer_name]
         self._query_stats = query_stats
+        self._gates = gates
         self._window, self._recent = layout.rule.window, layout.rule.recent
         self._sinks = layout.rule.sinks
 
@@ -63,6 +67,7 @@ class CompressedRun:
         self._k = [empty for _ in layers]  # [H, N, D] of each layer
         self._v = [empty for _ in layers]
         self._q = [empty.new_empty(config.num_attention_heads, 0, config.head_dim) for _ in layers]
+        self._hidden = [torch.empty(0, config.hidden_size) for _ in layers]
         self._sealed = 0
         self._last_hidden = None
 
@@ -97,7 +102,13 @@ class CompressedRun:
             # positions up to this one see the same j windows sealed
             epoch_end = (j + 1) * self._window + self._recent
             segment, todo = todo[: epoch_end - p], todo[epoch_end - p :]
+            hooks = [
+                layer.self_attn.k_proj.register_forward_pre_hook(partial(self._project, i))
+                for i, layer in enumerate(self._model.model.layers)
+            ]
             hidden.append(final_hidden(self._model, segment, p, partial(self._attend, p)))
+            for hook in hooks:
+                hook.remove()
             self.tokens += segment
             self._last_hidden = hidden[-1][-1]
         return torch.cat(hidden) if hidden else torch.empty(0, self._model.config.hidden_size)
@@ -116,13 +127,24 @@ class CompressedRun:
             self.kept[layer, head, j] = [start + i for i in chosen]
 
     def _asked(self, layer, head, start, end):
-        """The window's own queries."""
+        """The window's own queries and hidden states."""
+        gate = None
+        if self._gates is not None:
+            i = [x for x, window in enumerate(self._sliding) if window is None].index(layer)
+            per_head = {x: getattr(self._gates, x)[i, head] for x in ("q", "k", "sinks", "bias")}
+            gate = per_head | {x: getattr(self._gates, x)[i] for x in ("q_norm", "k_norm")}
         ratio = len(self._q[layer]) // len(self._k[layer])
         return Asked(
             self._q[layer][head * ratio : (head + 1) * ratio, start:end],
             self._model.model.layers[layer].self_attn.scaling,
             frequencies(self._model),
+            self._hidden[layer][start:end],
+            gate,
         )
+
+    def _project(self, layer, module, args):
+        """Hidden states of new tokens are about to be projected."""
+        self._hidden[layer] = torch.cat([self._hidden[layer], args[0]])
 
     def _attend(self, p, layer, q, k, v):
         """Attention of queries at positions p, p + 1..., which all see the same windows sealed."""

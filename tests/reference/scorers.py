@@ -24,11 +24,15 @@ class Asked(NamedTuple):
         q: [r, W, D], after RoPE.
         scaling: factor on q.k.
         inv_freq: [rotary_dim / 2], radians per position.
+        hidden: [W, hidden], what entered the projection of each token.
+        gate: weights of the head's gate by name, if there are gates.
     """
 
     q: torch.Tensor
     scaling: float
     inv_freq: torch.Tensor
+    hidden: torch.Tensor | None = None
+    gate: dict[str, torch.Tensor] | None = None
 
 
 def keydiff(k, v, start, sinks, head, stats, asked=None):
@@ -132,6 +136,28 @@ def _expected(k, v, start, sinks, moments, inv_freq, a):
     return (torch.stack(shares).mean(dim=0) * v.norm(dim=1)).float()
 
 
+def fastkvzip(k, v, start, sinks, head, stats, asked=None):
+    """s_j = mean over query heads g of e^l / (e^l + sum over sinks s of e^(q.sink_s / sqrt d)).
+
+    l = q.k / sqrt d + bias of g, where q and k are two projections of the token's own hidden state,
+    divided by their root mean square and multiplied by the norms' weights.
+    """
+    gate = {name: x.double() for name, x in asked.gate.items()}
+    hidden, root = asked.hidden.double(), gate["k"].shape[0] ** 0.5
+
+    def normed(x, weight):
+        return x / (x.square().mean(dim=1, keepdim=True) + 1e-6).sqrt() * weight
+
+    key = normed(hidden @ gate["k"].T, gate["k_norm"])
+    shares = []
+    for g in range(len(gate["q"])):
+        query = normed(hidden @ gate["q"][g].T, gate["q_norm"])
+        own = ((query * key).sum(dim=1) / root + gate["bias"][g]).exp()
+        others = sum((query @ sink / root).exp() for sink in gate["sinks"])
+        shares.append(own / (own + others))
+    return (sum(shares) / len(shares)).float()
+
+
 def rotation(inv_freq, start, end, head_dim):
     """Mean over positions t = start .. end - 1 of the matrix R_t with RoPE(x, t) = R_t x.
 
@@ -152,6 +178,7 @@ def rotation(inv_freq, start, end, head_dim):
 SCORERS = {
     "expected_attention": expected_attention,
     "expected_attention_local": expected_attention_local,
+    "fastkvzip": fastkvzip,
     "keydiff": keydiff,
     "knorm": knorm,
     "random": random,

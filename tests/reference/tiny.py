@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from tangram_sglang.score import QueryStats
+from tangram_sglang.score.gate import Gates
 from tests.reference.model import frequencies, sliding_window
 
 VOCAB = 256
@@ -175,6 +176,27 @@ def random_query_stats(model, *, seed=0, rank=3) -> QueryStats:
         diagonal=torch.rand(shape, generator=generator),
         inv_freq=frequencies(model).repeat(heads, 1),
         scaling=torch.full((heads,), layers[0].self_attn.scaling),
+    )
+
+
+def random_gates(model, *, seed=0, dim=5, sinks=3) -> Gates:
+    """Made-up gates of every full-attention layer, in bfloat16 as a gate file holds them."""
+    generator = torch.Generator().manual_seed(seed)
+    config = model.config
+    layers = sum(sliding_window(config, i) is None for i in range(config.num_hidden_layers))
+    heads, hidden = config.num_key_value_heads, config.hidden_size
+    ratio = config.num_attention_heads // heads
+
+    def normal(*shape):
+        return torch.randn(layers, *shape, generator=generator).bfloat16()
+
+    return Gates(
+        q=normal(heads, ratio, dim, hidden),
+        k=normal(heads, dim, hidden),
+        q_norm=1 + 0.3 * normal(dim),
+        k_norm=1 + 0.3 * normal(dim),
+        sinks=normal(heads, sinks, dim),
+        bias=normal(heads, ratio),
     )
 
 
