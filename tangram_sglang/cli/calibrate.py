@@ -202,12 +202,12 @@ def _check(arguments: argparse.Namespace) -> None:
     if not 0.0 <= arguments.alpha < float("inf"):
         raise TangramError(f"--alpha {arguments.alpha}: expected a number of at least 0")
     for name in (*arguments.budgets_from, arguments.select):
-        if name != ERROR or name == arguments.select:
-            if "hidden" in create_scorer(name).needs:
-                raise TangramError(
-                    f"scorer {name} reads gates, which calibration does not measure with: calibrate "
-                    f"with another one; TANGRAM_SCORER={name} serves with its plan"
-                )
+        own_profile = name == ERROR and name != arguments.select
+        if not own_profile and "hidden" in create_scorer(name).needs:
+            raise TangramError(
+                f"scorer {name} reads gates, which calibration does not measure with: calibrate with "
+                f"another one; TANGRAM_SCORER={name} serves with its plan"
+            )
 
 
 def _load(model: str):
