@@ -3,7 +3,9 @@
 SGLang's ``--load-format dummy`` draws every weight, the norms' too, from +-0.001. Queries, keys and
 values are then near zero beside the embeddings, and attention that is wrong changes no token: such a
 model can be timed and cannot be checked. The weights of its norms decide that alone, and they are few:
-half a megabyte for an 8B model, given to a server that runs by ``/update_weights_from_disk``.
+half a megabyte for an 8B model, given to a server that runs by ``/update_weights_from_disk``. They have
+random signs: SGLang draws the same dummies for every layer, and equal layers, one after the other,
+forget what they were given.
 """
 
 import json
@@ -17,22 +19,27 @@ from bench.server_api import post
 DUMMY_STD = 1e-3 / 3**0.5  # of a uniform distribution over +-0.001
 # standard deviation of queries and keys (where no norm of their own follows), of the MLP's inner
 # values and of the logits: attention must prefer some tokens, and weigh as much as the MLP does
-QUERY, INNER, LOGIT = 1.5, 0.5, 2.5
+QUERY, INNER, LOGIT = 1.5, 0.7, 2.5
 
 
 def norm_weights(config: dict) -> dict[str, torch.Tensor]:
     """Weights of all norms of a Llama or Qwen3 model whose other weights are SGLang's dummies."""
-    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    hidden, generator = config["hidden_size"], torch.Generator().manual_seed(0)
     unit = 1 / (DUMMY_STD * hidden**0.5)
-    found = {"model.norm.weight": torch.full((hidden,), LOGIT * unit)}
-    for i in range(layers):
+
+    def signed(size: int, scale: float) -> torch.Tensor:
+        return scale * (2.0 * torch.randint(2, (size,), generator=generator) - 1.0)
+
+    found = {"model.norm.weight": signed(hidden, LOGIT * unit)}
+    for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}"
-        found[f"{layer}.input_layernorm.weight"] = torch.full((hidden,), QUERY * unit)
-        found[f"{layer}.post_attention_layernorm.weight"] = torch.full((hidden,), INNER * unit)
+        # the embeddings are so small that the norm's epsilon shrinks them
+        first = (1 + config["rms_norm_eps"] / DUMMY_STD**2) ** 0.5 if i == 0 else 1.0
+        found[f"{layer}.input_layernorm.weight"] = signed(hidden, first * QUERY * unit)
+        found[f"{layer}.post_attention_layernorm.weight"] = signed(hidden, INNER * unit)
         if config["model_type"] == "qwen3":
             for x in "qk":
-                weight = torch.full((config["head_dim"],), QUERY)
-                found[f"{layer}.self_attn.{x}_norm.weight"] = weight
+                found[f"{layer}.self_attn.{x}_norm.weight"] = signed(config["head_dim"], QUERY)
     return found
 
 
