@@ -12,7 +12,7 @@ from bench import client, gate, lively
 from bench.facts import facts
 from bench.fleet import Entry, Fleet, Pool, groups, ours, stock
 from bench.record import RESULTS, say
-from bench.report import Report
+from bench.report import NO_VERDICT, Report
 from bench.subject import Subject, subject
 from tangram_sglang.cli.server import Server
 
@@ -127,7 +127,9 @@ class Bench:
             for x, server in fleet
         }
         if len(kinds) < 3:
-            say("no gate: it needs stock, retention 1.0 and a compressed server side by side")
+            # a later group of servers goes by the gate of the first
+            if self.report.verdict == NO_VERDICT:
+                say("no gate: it needs stock, retention 1.0 and a compressed server side by side")
             return
         window = int(self.settings.get("window", WINDOW))
         asked = gate.prompts(self.subject.vocabulary, gate.lengths(window))

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from bench import client
 from bench.experiment import Bench, bench, parser
+from bench.gauge import Gauge
 
 MODULE = "bench.multi_turn"
 POOL_TOKENS, RUNNING = 152_000, 64
@@ -33,7 +34,7 @@ def by_turn(values: Sequence[float], turns: int) -> list[list[float]]:
     return [list(values[turn::turns]) for turn in range(turns)]
 
 
-def figures(result: dict, turns: int) -> dict[str, float]:
+def figures(result: dict, turns: int, peak: float) -> dict[str, float]:
     """Of one run; the first one is compared with stock."""
     ttfts, prompts, cached = (
         by_turn(result[name], turns) for name in ("ttfts", "input_lens", "cached_tokens")
@@ -45,6 +46,7 @@ def figures(result: dict, turns: int) -> dict[str, float]:
         "ttft_later_s": statistics.median(later),
         "hit_rate": sum(map(sum, cached[1:])) / sum(map(sum, prompts[1:])),
         "ttft_first_s": statistics.median(ttfts[0]),
+        "peak_running": peak,
         "duration_s": result["duration"],
     }
 
@@ -53,7 +55,9 @@ def measure(now: Bench, server, conversations: int, turns: int, seed: int) -> di
     flags = client.conversation_load(
         conversations, now.length(FIRST), now.length(MORE), turns, now.length(ANSWER)
     )
-    return figures(now.load(server, flags, seed), turns)
+    with Gauge(server.url, "sglang:num_running_reqs") as running:
+        result = now.load(server, flags, seed)
+    return figures(result, turns, running.peak)
 
 
 def main() -> None:

@@ -1,6 +1,5 @@
 """Figures of an experiment as rows: medians, ratios to stock SGLang, a CSV file."""
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,18 +9,17 @@ from bench.fleet import Entry
 from bench.gate import Verdict
 from bench.record import append_csv
 
+NO_VERDICT = Verdict(False, "none")
+
 
 def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Of each figure over all runs of a case."""
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
-def rounded(value: Any) -> Any:
-    """Floats with five digits that count."""
-    if not isinstance(value, float) or not math.isfinite(value) or value == 0:
-        return value
-    text = f"{value:.5g}"
-    return float(text) if "e" in text else text
+def rounded(value: float) -> float:
+    """Five digits that count."""
+    return float(f"{value:.5g}")
 
 
 class Report:
@@ -34,7 +32,7 @@ class Report:
     def __init__(self, path: Path, common: Mapping[str, Any], facts: Mapping[str, Any]):
         self._path, self._common, self._facts = path, common, facts
         self._stock: dict[str, float] = {}
-        self.verdict = Verdict(False, "none")
+        self.verdict = NO_VERDICT
         self.rows: list[dict[str, Any]] = []
 
     def add(
