@@ -66,14 +66,14 @@ def main() -> None:
     with bench(MODULE, options) as now:
         case = offline.Case(options.requests, CASE.input_len, CASE.output_len)
         for entry, server in now.servers(steps(now)):
-            runs = now.runs(lambda seed: offline.measure(now, server, case, False, seed))  # noqa: B023
+            runs = now.runs(lambda seed: offline.measure(now, server, case, seed))  # noqa: B023
             asked = {
                 "requests": case.requests,
                 "input_len": now.length(case.input_len),
                 "output_len": now.length(case.output_len),
                 **described(entry, options.context_length),
             }
-            now.report.add(entry, "32K", asked, runs)
+            now.report.add(entry, "32K", asked, runs, main="tokens_per_s")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import contextlib
 import importlib.machinery
 import importlib.util
 import json
+import os
 import shlex
 import sys
 import types
@@ -17,12 +18,14 @@ from typing import Any
 from unittest import mock
 
 from bench.record import say
+from tangram_sglang.cli.server import LOOPBACK
 
 MODULE = "sglang.benchmark.serving"
 
 
 def load() -> types.ModuleType:
     """The client; the first call takes ten seconds."""
+    os.environ.update(LOOPBACK)  # for its requests, which would go through a proxy
     if importlib.util.find_spec("datasets") is None:
         stand_in = types.ModuleType("datasets")
         stand_in.__spec__ = importlib.machinery.ModuleSpec("datasets", None)

@@ -11,7 +11,9 @@ tolerance away, or nothing was shown and the gate refuses.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -112,8 +114,11 @@ def judge(same: Sequence[float], control: Sequence[float], tolerance: float) -> 
 def check(
     stock: str, whole: str, compressed: str, asked: Sequence[Sequence[int]], tolerance: float
 ) -> Verdict:
-    """Ask three servers, named by their addresses."""
-    answers = {url: [greedy(url, x) for x in asked] for url in (stock, whole, compressed)}
+    """Ask three servers, named by their addresses; each decodes all prompts together."""
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = {
+            url: list(pool.map(partial(greedy, url), asked)) for url in (stock, whole, compressed)
+        }
     return judge(
         *(
             [distance(x, y) for x, y in zip(answers[stock], answers[url], strict=True)]

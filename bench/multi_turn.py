@@ -21,7 +21,7 @@ from bench.gauge import Gauge
 
 MODULE = "bench.multi_turn"
 POOL_TOKENS, RUNNING = 152_000, 64
-FIRST, MORE, ANSWER = 32_768, 1024, 128
+FIRST, MORE = 32_768, 1024
 
 
 def conversation_tokens(first: int, more: int, answer: int, turns: int) -> int:
@@ -35,7 +35,7 @@ def by_turn(values: Sequence[float], turns: int) -> list[list[float]]:
 
 
 def figures(result: dict, turns: int, peak: float) -> dict[str, float]:
-    """Of one run; the first one is compared with stock."""
+    """Of one run."""
     ttfts, prompts, cached = (
         by_turn(result[name], turns) for name in ("ttfts", "input_lens", "cached_tokens")
     )
@@ -51,10 +51,10 @@ def figures(result: dict, turns: int, peak: float) -> dict[str, float]:
     }
 
 
-def measure(now: Bench, server, conversations: int, turns: int, seed: int) -> dict[str, float]:
-    flags = client.conversation_load(
-        conversations, now.length(FIRST), now.length(MORE), turns, now.length(ANSWER)
-    )
+def measure(now: Bench, server, seed: int) -> dict[str, float]:
+    conversations, turns = now.options.conversations, now.options.turns
+    lengths = now.length(FIRST), now.length(MORE), turns, now.length(now.options.answer)
+    flags = client.conversation_load(conversations, *lengths)
     with Gauge(server.url, "sglang:num_running_reqs") as running:
         result = now.load(server, flags, seed)
     return figures(result, turns, running.peak)
@@ -64,20 +64,19 @@ def main() -> None:
     options = parser(MODULE, __doc__, POOL_TOKENS, RUNNING)
     options.add_argument("--conversations", type=int, default=12)
     options.add_argument("--turns", type=int, default=5)
+    options.add_argument("--answer", type=int, default=128, help="tokens of each (%(default)s)")
     options = options.parse_args()
     with bench(MODULE, options) as now:
-        lengths = [now.length(x) for x in (FIRST, MORE, ANSWER)]
+        lengths = [now.length(x) for x in (FIRST, MORE, options.answer)]
         held = now.pool.tokens / conversation_tokens(*lengths, options.turns)
         for entry, server in now.servers(now.entries()):
-            runs = now.runs(
-                lambda seed: measure(now, server, options.conversations, options.turns, seed)  # noqa: B023
-            )
+            runs = now.runs(lambda seed: measure(now, server, seed))  # noqa: B023
             asked = {
                 **{"conversations": options.conversations, "turns": options.turns},
                 **dict(zip(("first", "more", "answer"), lengths, strict=True)),
                 "held": round(held, 2),
             }
-            now.report.add(entry, "all turns", asked, runs)
+            now.report.add(entry, "all turns", asked, runs, main="tokens_per_s")
 
 
 if __name__ == "__main__":

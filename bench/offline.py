@@ -5,7 +5,7 @@
 `short` has prompts of 16K tokens, `mid` 48K, `long` 120K, and answers of 128. `tokens_per_s` counts
 prompts and answers, `peak_running` is the largest value of SGLang's gauge sglang:num_running_reqs,
 sampled during the run. `concurrency` asks how many requests of 32K fit and run: there `peak_running` is
-the first figure, and what is compared with stock.
+what is compared with stock.
 
 Prompts are unrelated; `hit_rate` says that nothing was reused. With prompts this long and answers this
 short most of the time is prefill, which compression does not shorten.
@@ -38,10 +38,10 @@ CASES = {
 }
 
 
-def figures(result: dict, peak: float, concurrency: bool) -> dict[str, float]:
-    """Of one run; the first one is compared with stock."""
+def figures(result: dict, peak: float) -> dict[str, float]:
+    """Of one run."""
     tokens, cached = sum(result["input_lens"]), sum(result["cached_tokens"])
-    found = {
+    return {
         "tokens_per_s": (tokens + sum(result["output_lens"])) / result["duration"],
         "peak_running": peak,
         "requests_per_s": result["completed"] / result["duration"],
@@ -49,18 +49,15 @@ def figures(result: dict, peak: float, concurrency: bool) -> dict[str, float]:
         "mean_ttft_s": result["mean_ttft_ms"] / 1e3,
         "hit_rate": cached / tokens,
     }
-    return {
-        x: found[x] for x in sorted(found, key=lambda x: x != "peak_running" or not concurrency)
-    }
 
 
-def measure(now: Bench, server, case: Case, concurrency: bool, seed: int) -> dict[str, float]:
+def measure(now: Bench, server, case: Case, seed: int) -> dict[str, float]:
     flags = client.random_load(
         case.requests, now.length(case.input_len), now.length(case.output_len)
     )
     with Gauge(server.url, "sglang:num_running_reqs") as running:
         result = now.load(server, flags, seed)
-    return figures(result, running.peak, concurrency)
+    return figures(result, running.peak)
 
 
 def main() -> None:
@@ -74,8 +71,7 @@ def main() -> None:
                 case = CASES[name]
                 if options.requests:
                     case = Case(options.requests, case.input_len, case.output_len)
-                concurrency = name == "concurrency"
-                runs = now.runs(lambda seed: measure(now, server, case, concurrency, seed))  # noqa: B023
+                runs = now.runs(lambda seed: measure(now, server, case, seed))  # noqa: B023
                 now.report.add(
                     entry,
                     name,
@@ -85,6 +81,7 @@ def main() -> None:
                         "output_len": now.length(case.output_len),
                     },
                     runs,
+                    main="peak_running" if name == "concurrency" else "tokens_per_s",
                 )
 
 

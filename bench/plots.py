@@ -22,13 +22,16 @@ class Curve:
     y: str
     x_label: str
     y_label: str
+    cases: tuple[str, ...] = ()  # of which rows; none: of all
 
 
 CURVES = {
     "arrival": Curve(
         "rate", "mean_ttft_s", "requests a second", "mean time to first token, seconds"
     ),
-    "offline": Curve("input_len", "tokens_per_s", "prompt tokens", "tokens/s, offline"),
+    "offline": Curve(
+        "input_len", "tokens_per_s", "prompt tokens", "tokens/s", ("short", "mid", "long")
+    ),
 }
 Row = Mapping[str, str]
 
@@ -37,6 +40,8 @@ def lines(rows: Sequence[Row], curve: Curve) -> dict[str, list[tuple[float, floa
     """Points of each server from left to right; of equal ones the last measured counts."""
     found: dict[str, dict[float, float]] = {}
     for row in rows:
+        if curve.cases and row["case"] not in curve.cases:
+            continue
         line = found.setdefault(f"{row['model']} {row['server']}", {})
         line[float(row[curve.x])] = float(row[curve.y])
     return {name: sorted(points.items()) for name, points in found.items()}

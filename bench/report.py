@@ -25,7 +25,7 @@ def rounded(value: float) -> float:
 class Report:
     """Appends a row as soon as a case is measured; a run that is cut off keeps what it has.
 
-    A ratio over stock is of the case's first figure, to the best stock entry measured before it in
+    A ratio over stock is of the case's main figure, to the best stock entry measured before it in
     this run. It is only there when the gate passed.
     """
 
@@ -41,28 +41,30 @@ class Report:
         case: str,
         asked: Mapping[str, Any],
         runs: Sequence[Mapping[str, float]],
+        main: str,
         lower_is_better: bool = False,
     ) -> None:
-        """``asked``: the case's sizes. ``runs``: figures of each run, the first one counts.
+        """``asked``: the case's sizes. ``runs``: figures of each run; without one there is no row.
 
-        Without runs there is no row.
+        ``main`` names the figure that is compared.
         """
         if not runs:
             return
         found = medians(runs)
-        main = next(iter(found.values()))
+        value = found[main]
         if entry.stock:
-            before = self._stock.get(case, main)
-            self._stock[case] = (min if lower_is_better else max)(before, main)
+            before = self._stock.get(case, value)
+            self._stock[case] = (min if lower_is_better else max)(before, value)
         base, ratio = self._stock.get(case), ""
-        if base and main and self.verdict.passed:
-            ratio = rounded(base / main if lower_is_better else main / base)
+        if base and value and self.verdict.passed:
+            ratio = rounded(base / value if lower_is_better else value / base)
         row = {
             **self._common,
             **{"case": case, "server": entry.name, "retention": entry.retention},
             **asked,
             **{name: rounded(value) for name, value in found.items()},
-            **{"times_stock": ratio, "runs": len(runs), "gate": self.verdict.text},
+            **{"times_stock": ratio, "of": main},
+            **{"runs": len(runs), "gate": self.verdict.text},
         }
         self.rows.append(row)
         append_csv(self._path, [{**row, **self._facts}])

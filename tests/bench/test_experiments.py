@@ -4,12 +4,14 @@ import csv
 
 import pytest
 
-from bench import arrival, client, host_time, multi_turn, offline, shared_document
+from bench import ablation, arrival, client, host_time, multi_turn, offline, shared_document
+from bench.experiment import Bench, parser
 from bench.fleet import Pool, ours, stock
 from bench.gate import Verdict
 from bench.gauge import read
 from bench.plots import Curve, lines
 from bench.report import Report, medians
+from bench.subject import Subject
 from bench.words import word_tokenizer
 
 POOL = Pool(100, 8)
@@ -76,11 +78,10 @@ RESULT = {
 
 
 def test_offline_counts_prompts_and_answers():
-    found = offline.figures(RESULT, peak=3.0, concurrency=False)
-    assert next(iter(found)) == "tokens_per_s"
+    found = offline.figures(RESULT, peak=3.0)
     assert found["tokens_per_s"] == (440 + 40) / 2
     assert found["hit_rate"] == 165 / 440
-    assert next(iter(offline.figures(RESULT, 3.0, concurrency=True))) == "peak_running"
+    assert found["peak_running"] == 3
 
 
 def test_multi_turn_looks_at_later_turns():
@@ -116,14 +117,15 @@ def test_ratios_are_to_the_best_stock_backend_of_the_same_case(tmp_path):
         (OURS, "a", 50.0),
         (OURS, "b", 50.0),
     ):
-        rows.add(entry, case, {"n": 1}, [{"speed": value}] * 3)
+        rows.add(entry, case, {"n": 1}, [{"other": 1.0, "speed": value}] * 3, main="speed")
     assert [row["times_stock"] for row in rows.rows] == [1.0, 1.0, 2.5, ""]
     with (tmp_path / "x.csv").open(newline="") as file:
         written = list(csv.DictReader(file))
     assert [row["server"] for row in written] == ["triton", "flashinfer", *["tangram 0.25"] * 2]
     assert written[2] == {
         **{"model": "m", "case": "a", "server": "tangram 0.25", "retention": "0.25", "n": "1"},
-        **{"speed": "50.0", "times_stock": "2.5", "runs": "3", "gate": "passed", "gpu": "none"},
+        **{"other": "1.0", "speed": "50.0", "times_stock": "2.5", "of": "speed", "runs": "3"},
+        **{"gate": "passed", "gpu": "none"},
     }
     assert "gate: passed" in rows.table()
 
@@ -131,23 +133,24 @@ def test_ratios_are_to_the_best_stock_backend_of_the_same_case(tmp_path):
 def test_less_is_better_of_times(tmp_path):
     rows = report(tmp_path, passed=True)
     for entry, value in ((THEIRS, 20.0), (stock("x", POOL), 30.0), (OURS, 4.0)):
-        rows.add(entry, "a", {}, [{"ttft": value}], lower_is_better=True)
+        rows.add(entry, "a", {}, [{"ttft": value}], "ttft", lower_is_better=True)
     assert rows.rows[-1]["times_stock"] == 5.0
 
 
 def test_no_ratio_behind_a_gate_that_did_not_pass(tmp_path):
     rows = report(tmp_path, passed=False)
     for entry, value in ((THEIRS, 10.0), (OURS, 50.0)):
-        rows.add(entry, "a", {}, [{"speed": value}])
+        rows.add(entry, "a", {}, [{"speed": value}], "speed")
     assert [row["times_stock"] for row in rows.rows] == ["", ""]
-    rows.add(OURS, "a", {}, [])
+    rows.add(OURS, "a", {}, [], "speed")
     assert len(rows.rows) == 2
     assert "times_stock" not in rows.table()
 
 
 def test_gauges_are_summed_over_labels():
-    page = 'a:x{m="1"} 3.0\na:x{m="2"} 4.0\na:y 9.0\n'
+    page = '# HELP a:x\na:x{m="1"} 3.0\na:x{m="2 b"} 4.0\na:xx 9.0\na:y 5.0\n'
     assert read(page, "a:x") == 7
+    assert read(page, "a:y") == 5
     assert read(page, "a:z") == 0
 
 
@@ -158,6 +161,8 @@ def test_curves_go_from_left_to_right_and_the_last_measurement_counts():
     ]
     found = lines(rows, Curve("rate", "ttft", "", ""))
     assert found == {"m s": [(1.0, 3.0), (2.0, 9.0)]}
+    some = [{**row, "case": row["rate"]} for row in rows]
+    assert lines(some, Curve("rate", "ttft", "", "", ("1",))) == {"m s": [(1.0, 3.0)]}
 
 
 def test_host_time_leaves_out_the_pass_the_waits_and_the_harness():
@@ -171,3 +176,54 @@ def test_host_time_leaves_out_the_pass_the_waits_and_the_harness():
     assert found["steps"] == 9
     with pytest.raises(RuntimeError, match="ask for more tokens"):
         host_time.figures(steps[:8])
+
+
+def opened(tmp_path, *arguments: str, started: float = 0.0) -> Bench:
+    options = parser("bench.x", "x", 1000, 16)
+    for name in ("--steps", "--heads"):
+        options.add_argument(name, nargs="*", default=[])
+    options.add_argument("--retention", type=float, default=0.25)
+    options = options.parse_args(["--model", "m", *arguments])
+    model = Subject("m", tmp_path, 8, ("--model-path", "m"), {}, tmp_path / "plan.json", False)
+    return Bench(options, model, POOL, report(tmp_path, False), tmp_path, started)
+
+
+def test_an_ablation_starts_with_what_the_gate_needs_and_changes_one_thing_a_step(tmp_path):
+    names = ("--steps", "uniform", "layer", "global", "--heads", "1", "16")
+    now = opened(tmp_path, "--settings", "WINDOW=64", *names)
+    found = ablation.steps(now)
+    assert [x.name for x in found] == [
+        *("flashinfer", "tangram 1", "uniform", "layer", "global", "H1", "H16"),
+    ]
+    assert {x.settings["TANGRAM_WINDOW"] for x in found[1:]} == {"64"}
+    assert {x.settings["TANGRAM_POOL_BYTES"] for x in found[1:]} == {str(POOL.bytes)}
+    own = [
+        {k: v for k, v in x.settings.items() if k not in ("TANGRAM_WINDOW", "TANGRAM_POOL_BYTES")}
+        for x in found
+    ]
+    quarter, plan = {"TANGRAM_RETENTION": "0.25"}, {"TANGRAM_PLAN": str(tmp_path / "plan.json")}
+    assert own[1:] == [
+        {"TANGRAM_RETENTION": "1", **plan},
+        quarter,
+        {**quarter, **plan, "TANGRAM_GROUPING": "layer"},
+        {**quarter, **plan, "TANGRAM_GROUPING": "global"},
+        {**quarter, **plan, "TANGRAM_GROUP_HEADS": "1"},
+        {**quarter, **plan, "TANGRAM_GROUP_HEADS": "16"},
+    ]
+
+
+def test_lengths_are_scaled_and_graphs_reach_as_far_as_requests(tmp_path):
+    now = opened(tmp_path, "--scale", "0.01", "--max-running", "24")
+    assert [now.length(x) for x in (32768, 128, 10)] == [328, 1, 1]
+    flags = now.shared_flags()
+    assert (
+        flag(flags, "--max-running-requests") == flag(flags, "--cuda-graph-max-bs-decode") == "24"
+    )
+    assert "--cuda-graph-max-bs-decode" not in opened(tmp_path, "--cpu").shared_flags()
+
+
+def test_no_run_starts_when_time_is_up(tmp_path):
+    assert opened(tmp_path, "--repeats", "3").runs(lambda seed: {"a": seed}) == [
+        *({"a": 1}, {"a": 2}, {"a": 3}),
+    ]
+    assert opened(tmp_path, "--limit-s", "1", started=-1e9).runs(lambda seed: {"a": seed}) == []

@@ -33,7 +33,7 @@ def test_conversations_are_played_and_what_was_said_is_found_again(tmp_path):
         *(sys.executable, "-m", "bench.multi_turn", "--cpu", "--model", str(folder)),
         # one server, so no gate and no ratio; the pool is large enough for everything
         *("--baselines", "--retentions", "0.5", "--conversations", "3", "--turns", "3"),
-        *("--scale", "0.01", "--context-length", "2048", "--max-running", "8"),
+        *("--scale", "0.01", "--answer", "2400", "--context-length", "2048", "--max-running", "8"),
         *("--settings", "WINDOW=64", "RECENT=32", "--csv", str(out), "--logs", str(tmp_path)),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "BENCH_COMMIT": "this"}
@@ -48,7 +48,7 @@ def test_conversations_are_played_and_what_was_said_is_found_again(tmp_path):
     assert (row["times_stock"], row["gate"], row["runs"]) == ("", "none", "1")
     assert row["command"].startswith("python -m bench.multi_turn --cpu")
     # a turn reuses whole pages of all that was said before, up to the last page or two
-    prompts, new = [328 + k * (10 + 1) for k in range(3)], 10 + 1
+    prompts, new = [328 + k * (10 + 24) for k in range(3)], 10 + 24
     assert float(row["hit_rate"]) >= sum(x - new - 2 * 16 for x in prompts[1:]) / sum(prompts[1:])
     assert 1 <= float(row["peak_running"]) <= 3
     assert float(row["ttft_later_s"]) > 0
