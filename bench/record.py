@@ -3,6 +3,7 @@
 import csv
 import datetime
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,11 +21,11 @@ def machine(module: str) -> dict[str, str]:
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.split(": ", 1)[1] for line in cpuinfo if line.startswith("model name")]
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    described = subprocess.run(git, capture_output=True, text=True)
+    described = subprocess.run(git, capture_output=True, text=True) if shutil.which("git") else None
     return {
         **{name: metadata.version(name) for name in ("tangram-sglang", "sglang", "torch")},
         "python": platform.python_version(),
-        "git": described.stdout.strip() or "none",
+        "git": (described.stdout.strip() if described else "") or "none",
         "cpu": models[0] if models else platform.processor(),
         "cores": str(len(models)),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

@@ -9,52 +9,36 @@ client reports: the wall time from the last request's first token to the end, ov
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from bench.fleet import Entry, Fleet, Pool, groups, ours, stock
 from bench.gpu_machine import gpu_machine
-from bench.record import RESULTS, append_csv, say
-from bench.shapes import NAMES, profile_plan, shape_folder
-from tangram_sglang.cli.server import LOOPBACK, Server
+from bench.record import RESULTS, append_csv
+from bench.shapes import NAMES, profile_plan, shape_folder, token_bytes
+from tangram_sglang.cli.server import LOOPBACK
 
 TOKENS_OVER = 1.06  # room for answers and whole pages
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One server: its name in the table, the flags and variables that make it different."""
-
-    name: str
-    flags: tuple[str, ...]
-    settings: dict[str, str]
-
-
 def entries(options, tokens: int) -> list[Entry]:
     """SGLang's own with room for ``tokens``, and ours at every retention in as many bytes or fewer."""
-    limit, stock_bytes = ("--max-total-tokens", str(tokens)), tokens * kv_bytes(options.model)
-    stock = [Entry(x, ("--attention-backend", x, *limit), {}) for x in options.baselines]
-    plan = str(profile_plan(options.model, options.profile))
-    ours = [
-        Entry(
-            f"tangram {retention:g}",
-            ("--attention-backend", "tangram"),
-            {
-                "TANGRAM_PLAN": plan,
-                "TANGRAM_RETENTION": f"{retention:g}",
-                # short requests hold a raw tail beside what they keep
-                "TANGRAM_POOL_BYTES": str(int(stock_bytes * min(1.0, retention + 0.4))),
-            },
-        )
-        for retention in options.retentions
+    pool, plan = (
+        Pool(tokens, token_bytes(options.model)),
+        profile_plan(options.model, options.profile),
+    )
+    # short requests hold a raw tail beside what they keep
+    smaller = {x: int(pool.tokens * min(1.0, x + 0.4)) for x in options.retentions}
+    return [
+        *(stock(x, pool) for x in options.baselines),
+        *(ours(x, plan, replace(pool, tokens=n)) for x, n in smaller.items()),
     ]
-    return stock + ours
 
 
 def common_flags(options) -> list[str]:
@@ -104,34 +88,16 @@ def step_ms(rows: list[tuple[int, float]]) -> dict[int, tuple[float, float]]:
 
 def measure(group: list[Entry], common: list[str], options):
     """Start a group together; yields (entry, times) one after the other."""
-    with contextlib.ExitStack() as stack:
-        servers = []
-        for entry in group:
-            environment = {**os.environ, **LOOPBACK, **entry.settings}
-            log = options.logs / f"server-{options.model}-{entry.name.replace(' ', '-')}.log"
-            server = Server([*common, *entry.flags], environment, log)
-            shown = " ".join(f"{name}={value}" for name, value in entry.settings.items())
-            say(f"{entry.name}: {shown} {server.command_line}")
-            servers.append(stack.enter_context(server))
+    with Fleet(group, common, {**os.environ, **LOOPBACK}, options.logs) as fleet:
         # takes 10 s, as do the servers
         from sglang.benchmark.one_batch_server import run_one_case
 
         tokenizer = AutoTokenizer.from_pretrained(shape_folder(options.model))
-        for entry, server in zip(group, servers, strict=True):
-            say(f"{entry.name}: ready after {server.wait_until_ready():.0f} s more")
-        for entry, server in zip(group, servers, strict=True):
+        fleet.wait_until_ready()
+        for entry, server in fleet:
             with contextlib.redirect_stdout(sys.stderr):
                 times = step_ms(client_rows(run_one_case, server.url, options, tokenizer))
             yield entry, times
-        for server in servers:
-            server.ask_to_stop()
-
-
-def kv_bytes(name: str) -> int:
-    """Bytes of one token's K and V in bf16."""
-    config = json.loads((shape_folder(name) / "config.json").read_text())
-    heads = config["num_key_value_heads"] * config["head_dim"]
-    return config["num_hidden_layers"] * 2 * heads * 2
 
 
 def main() -> None:
@@ -155,13 +121,11 @@ def main() -> None:
     os.environ.update(LOOPBACK)
     with tempfile.TemporaryDirectory() as scratch:
         options.logs = options.logs or Path(scratch)
-        options.logs.mkdir(parents=True, exist_ok=True)
-        for at in range(0, len(listed), options.at_once):
-            group = listed[at : at + options.at_once]
+        for group in groups(listed, options.at_once):
             for entry, times in measure(group, common_flags(options), options):
                 rows = []
                 for size, (median, least) in times.items():
-                    if not entry.settings:
+                    if entry.stock:
                         best[size] = min(best.get(size, median), median)
                     ratio = f"{median / best[size]:.3f}" if size in best else ""
                     rows.append(

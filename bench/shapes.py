@@ -1,7 +1,6 @@
 """Real models' shapes for runs with dummy weights, and plans from published profiles of their heads.
 
-`shapes/` holds the models' configs with the ids of SmolLM2's special tokens, whose tokenizer stands
-in for theirs. `profiles/` holds what heads of these models kept in the paper's own code
+`shapes/` holds the models' configs; a tokenizer of one word a token stands in for theirs. `profiles/` holds what heads of these models kept in the paper's own code
 (aiha-lab/tangram, Apache-2.0); each file says how that was measured.
 """
 
@@ -12,7 +11,8 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoConfig
 
-from bench.smollm2 import ROOT, build
+from bench.smollm2 import ROOT
+from bench.words import save_word_tokenizer
 from tangram_sglang import __version__
 from tangram_sglang.plan.file import (
     FORMAT,
@@ -29,21 +29,31 @@ SHAPES = Path(__file__).parent / "shapes"
 PROFILES = Path(__file__).parent / "profiles"
 BUILT = ROOT / "build" / "shapes"
 NAMES = {"llama-3.1-8b": "llama-3.1-8b-instruct", "qwen3-4b": "qwen3-4b-instruct-2507"}
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 ALPHA = 2.0
 WINDOW = 512
 
 
 def shape_folder(name: str) -> Path:
     """A model folder without weights: ``--load-format dummy`` makes them up."""
-    folder = BUILT / name
+    folder = BUILT / f"{name}-words"
     if not (folder / "config.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        model = build()
-        for file in TOKENIZER:
-            shutil.copy(model / file, folder / file)
-        shutil.copy(SHAPES / f"{name}.json", folder / "config.json")
+        config = SHAPES / f"{name}.json"
+        save_word_tokenizer(json.loads(config.read_text())["vocab_size"], folder)
+        shutil.copy(config, folder / "config.json")
     return folder
+
+
+def token_bytes(name: str, itemsize: int = 2) -> int:
+    """Bytes of one token's K and V, over all layers."""
+    return config_token_bytes(shape_folder(name), itemsize)
+
+
+def config_token_bytes(folder: Path, itemsize: int) -> int:
+    """The same of any model folder with full attention in every layer."""
+    config = json.loads((folder / "config.json").read_text())
+    heads = config["num_key_value_heads"] * config["head_dim"]
+    return config["num_hidden_layers"] * 2 * heads * itemsize
 
 
 def read_profile(name: str, scorer: str = "fastkvzip") -> dict:

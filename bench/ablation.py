@@ -1,0 +1,80 @@
+"""What each part of the design is worth: budgets, groups, heads in a group.
+
+    python -m bench.ablation [--steps uniform layer global] [--heads 1 2 4 8 16]
+
+Requests of 32K tokens that saturate the pool, as in `bench.offline`. In this order:
+
+- stock SGLang and ours at 1.0, which the gate needs and the others are compared with;
+- `uniform`: no plan, so every head keeps as much;
+- `layer`: the plan's budgets, and groups of heads of one layer;
+- `global`: the same, and groups across layers;
+- `H1` .. `H16`: `global` with so many heads in a group (H_p).
+
+All compressed ones keep the same share, and their pools have the same bytes: budgets are scaled so that
+what all groups keep sums to the retention. A step therefore shows what it costs or saves in time, and
+its gain in what is kept shows in `python -m bench.quality`, not here. `kept_share` is what sealed
+windows keep of all entries; `spread`, the most a head keeps of a window over the least, says how
+uneven the work is.
+
+The split map has no switch in a server: it is on whenever budgets differ. `python -m bench.kernels`
+measures it on the decode kernel alone, against equal splits (`kernels-decode-partial.csv`).
+"""
+
+from pathlib import Path
+
+from bench import offline
+from bench.experiment import Bench, bench, parser
+from bench.fleet import Entry
+from tangram_sglang.plan.described import plan_layout
+from tangram_sglang.plan.file import load_plan
+from tangram_sglang.settings import Settings
+
+MODULE = "bench.ablation"
+STEPS = {"uniform": {}, "layer": {"grouping": "layer"}, "global": {"grouping": "global"}}
+CASE = offline.CASES["concurrency"]
+
+
+def steps(now: Bench) -> list[Entry]:
+    """Stock and ours at 1.0, then what was asked for."""
+    options = now.options
+    found = [*now.entries()[: len(options.baselines)], now.ours(1.0)]
+    share = options.retention
+    found += [
+        now.ours(share, plan=name != "uniform", name=name, **STEPS[name]) for name in options.steps
+    ]
+    found += [now.ours(share, name=f"H{n}", group_heads=n) for n in options.heads]
+    return found
+
+
+def described(entry: Entry, max_tokens: int) -> dict[str, float | str]:
+    """What the plan in force keeps; without a plan all heads keep the same."""
+    if entry.stock or "TANGRAM_PLAN" not in entry.settings:
+        return {"kept_share": entry.retention, "spread": 1.0}
+    settings = Settings.from_env(dict(entry.settings))
+    layout = plan_layout(load_plan(Path(entry.settings["TANGRAM_PLAN"])), settings, max_tokens)
+    kept = [int(x) for x in layout.kept if x]
+    return {"kept_share": round(layout.retention_held, 4), "spread": max(kept) / min(kept)}
+
+
+def main() -> None:
+    options = parser(MODULE, __doc__, offline.POOL_TOKENS, offline.RUNNING)
+    options.add_argument("--retention", type=float, default=0.25)
+    options.add_argument("--steps", nargs="*", choices=STEPS, default=list(STEPS))
+    options.add_argument("--heads", type=int, nargs="*", default=[1, 2, 4, 8, 16])
+    options.add_argument("--requests", type=int, default=CASE.requests)
+    options = options.parse_args()
+    with bench(MODULE, options) as now:
+        case = offline.Case(options.requests, CASE.input_len, CASE.output_len)
+        for entry, server in now.servers(steps(now)):
+            runs = now.runs(lambda seed: offline.measure(now, server, case, seed))  # noqa: B023
+            asked = {
+                "requests": case.requests,
+                "input_len": now.length(case.input_len),
+                "output_len": now.length(case.output_len),
+                **described(entry, options.context_length),
+            }
+            now.report.add(entry, "32K", asked, runs, main="tokens_per_s")
+
+
+if __name__ == "__main__":
+    main()
