@@ -44,8 +44,8 @@ def served(tmp_path_factory):
     """Model, its folder, gates, budgets and environment."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("gates")
-    # 18 heads, and a page has room for the scores of 16
-    model = tiny_llama(seed=4, layers=3, q_heads=12, kv_heads=6, head_dim=8)
+    # 10 heads, and a page has room for the scores of 8
+    model = tiny_llama(seed=4, layers=2, q_heads=10, kv_heads=5, head_dim=8)
     save(model, folder / "model")
     gates = random_gates(model, seed=1)
     path, budgets = write_plan(model, folder)
@@ -53,14 +53,14 @@ def served(tmp_path_factory):
         **TINY_ENV,
         "TANGRAM_PLAN": str(path),
         "TANGRAM_RETENTION": "0.4",
-        "TANGRAM_GROUP_HEADS": "2",
+        "TANGRAM_GROUP_HEADS": "1",
         "TANGRAM_SCORER": "fastkvzip",
         "TANGRAM_GATES": write_gates(model, folder / "gates.safetensors", gates),
     }
     return model, folder / "model", gates, budgets, env
 
 
-def reference_of(model, gates, budgets=None, group_heads=2):
+def reference_of(model, gates, budgets=None, group_heads=1):
     layout = layout_for(
         model,
         retention=0.4,
@@ -95,8 +95,8 @@ def test_chunks_batches_and_preemption_change_nothing(served):
     ]
     results = [serve(folder, requests(), env=env, **run) for run in runs]
     assert len(results[1].retractions) == 2
-    assert "groups=9x2 heads" in results[0].log
-    assert "(scores take 22.2% of raw pages)" in results[0].log
+    assert "groups=10x1 heads" in results[0].log
+    assert "(scores take 20.0% of raw pages)" in results[0].log
     for i, request in enumerate(requests()):
         layout, reference = reference_of(model, gates, budgets)
         answer = reference.greedy(request.input_ids, 24)
@@ -135,7 +135,7 @@ def test_scores_are_paid_for_in_a_tight_pool(served):
     _, folder, _, _, env = served
     chat = [Req(random_tokens(150, seed=i), 60, rid=f"r{i}-") for i in range(6)]
     roomy = serve(folder, chat, env={**env, "TANGRAM_POOL_BYTES": "20000000"})
-    tight = serve(folder, chat, env={**env, "TANGRAM_POOL_BYTES": "600000"}, overlap=True)
+    tight = serve(folder, chat, env={**env, "TANGRAM_POOL_BYTES": "300000"}, overlap=True)
     print(f"{tight.collected['capacity']} tokens, {len(tight.retractions)} retractions")
     assert tight.collected["capacity"] < sum(len(r.input_ids) + 60 for r in chat)
     assert tight.tokens == roomy.tokens
@@ -173,9 +173,9 @@ def test_gates_that_are_missing_or_another_models_are_refused_before_weights_are
     failure = refused(folder, {k: v for k, v in env.items() if k != "TANGRAM_GATES"})
     assert failure.stage == "arguments"
     assert "plan-keydiff.json names none; give TANGRAM_GATES a file" in str(failure.error)
-    other = tiny_llama(seed=4, layers=4, q_heads=12, kv_heads=6, head_dim=8)
+    other = tiny_llama(seed=4, layers=3, q_heads=10, kv_heads=5, head_dim=8)
     save(other, tmp_path / "other")
     path = write_gates(other, tmp_path / "other.safetensors", random_gates(other))
     failure = refused(folder, {**env, "TANGRAM_GATES": path})
     assert failure.stage == "arguments"
-    assert "num_hidden_layers is 4 in the gate file and 3 in the model" in str(failure.error)
+    assert "num_hidden_layers is 3 in the gate file and 2 in the model" in str(failure.error)

@@ -135,7 +135,9 @@ def test_one_pass_with_masks_written_from_the_kept_sets(model, scorer):
         )  # fmt: skip
         theirs = theirs.score(window)
         scores = run.scores[layer, head, j]
-        torch.testing.assert_close(scores[sinks:], theirs[0, sinks:], atol=1e-5, rtol=1e-5)
+        # gate scores are rounded to 11 bits, here and there up
+        rtol = 2**-10 if scorer == "fastkvzip" else 1e-5
+        torch.testing.assert_close(scores[sinks:], theirs[0, sinks:], atol=1e-5, rtol=rtol)
         assert kept == (select_reference(scores[None], len(kept), sinks)[0] + start).tolist()
 
 
@@ -339,7 +341,8 @@ def test_gates_agree_with_the_package():
             gate |= {x: getattr(gates, x)[layer] for x in ("q_norm", "k_norm")}
             asked = Asked(None, 1.0, None, hidden, gate)
             mine = SCORERS["fastkvzip"](None, None, 0, 0, head, None, asked)
-            torch.testing.assert_close(mine, theirs[:, head], atol=1e-6, rtol=1e-4)
+            # the reference rounds to 11 bits
+            torch.testing.assert_close(mine, theirs[:, head], atol=0, rtol=2**-11)
 
 
 def test_expected_attention_is_the_mean_over_drawn_queries():

@@ -1,5 +1,6 @@
 """Scorers by themselves: odd windows, what they need, and who refuses what."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -63,6 +64,19 @@ def test_who_asks_is_kept_first_and_the_newest_before_all(name):
     scores, asked = scorer.score(window), window.q.shape[2]
     order = scores.argsort(dim=1, descending=True)
     assert (order[:, :asked] == torch.arange(39, 39 - asked, -1)).all()
+
+
+def test_equal_tokens_tie_in_the_first_layer_whatever_the_last_bits_of_their_scores():
+    """Chunks of another size multiply in another order: which of two equal tokens stays must not change."""
+    generator = torch.Generator().manual_seed(0)
+    scorer = create_scorer("fastkvzip")
+    window = window_for(scorer, 60)
+    gate = torch.rand(HEADS, 20, generator=generator).repeat(1, 3)
+    kept = select_reference(scorer.score(dataclasses.replace(window, gate=gate)), 20, 0)
+    noise = 1 + 2e-7 * torch.randn(HEADS, 60, generator=generator)
+    noisy = dataclasses.replace(window, gate=gate * noise)
+    assert torch.equal(select_reference(scorer.score(noisy), 20, 0), kept)
+    assert not torch.equal(select_reference(noisy.gate, 20, 0), kept)
 
 
 def test_a_scorer_that_needs_what_is_not_there_is_refused(monkeypatch):

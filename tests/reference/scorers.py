@@ -7,6 +7,7 @@ anyway; ``head`` the index in global head order; ``stats`` the query statistics 
 the fp32 result is the nearest one.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -140,7 +141,7 @@ def fastkvzip(k, v, start, sinks, head, stats, asked=None):
     """s_j = mean over query heads g of e^l / (e^l + sum over sinks s of e^(q.sink_s / sqrt d)).
 
     l = q.k / sqrt d + bias of g, where q and k are two projections of the token's own hidden state,
-    divided by their root mean square and multiplied by the norms' weights.
+    divided by their root mean square and multiplied by the norms' weights. Rounded to 11 bits.
     """
     gate = {name: x.double() for name, x in asked.gate.items()}
     hidden, root = asked.hidden.double(), gate["k"].shape[0] ** 0.5
@@ -155,7 +156,9 @@ def fastkvzip(k, v, start, sinks, head, stats, asked=None):
         own = ((query * key).sum(dim=1) / root + gate["bias"][g]).exp()
         others = sum((query @ sink / root).exp() for sink in gate["sinks"])
         shares.append(own / (own + others))
-    return (sum(shares) / len(shares)).float()
+    scores = (sum(shares) / len(shares)).tolist()
+    grids = [2.0 ** (math.floor(math.log2(s)) - 10) for s in scores]
+    return torch.tensor([round(s / grid) * grid for s, grid in zip(scores, grids, strict=True)])
 
 
 def rotation(inv_freq, start, end, head_dim):
