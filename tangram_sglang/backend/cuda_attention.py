@@ -19,6 +19,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from tangram_sglang.backend.attention import require_own_kv
+from tangram_sglang.backend.device_clock import DeviceClock
 from tangram_sglang.backend.device_table import DeviceTable
 from tangram_sglang.backend.head_index import LayerIndex, head_indices
 from tangram_sglang.backend.model_shape import model_shape
@@ -76,10 +77,11 @@ class TangramCudaBackend(AttentionBackend):
         self._lists: dict[str, torch.Tensor] = {}
         self._sealing: list[list[int]] = []  # row and window of each unit
         self._batch = 0
-        # nothing is shown in warm-ups
+        # nothing is shown and no time is counted in warm-ups
         self.watcher = None
         warm_up(self, model_runner.model, self._table.tensor)
         self.watcher = watcher
+        self._sealer.clock = DeviceClock(self.device, pool.rows.tally.compressed)
 
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
         return SharedReadEnds.PRE_REPLAY if fm.is_decode() else SharedReadEnds.UNKNOWN

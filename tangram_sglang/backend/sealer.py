@@ -1,5 +1,6 @@
 """Seals windows on a GPU: scores, selection and the write of what is kept, for many at once."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,7 +54,8 @@ class Sealer:
         self._rule = rule = pool.plan.layout.rule
         self._scorer = pool.plan.scorer
         self._stats = pool.plan.query_stats
-        self._clock = DeviceClock(table.device, pool.rows.tally.compressed)
+        # set once kernels are compiled, which is no compression
+        self.clock: DeviceClock | None = None
         if isinstance(self._scorer, ExpectedAttention):
             stats, windows = self._stats, rule.sealed(pool.plan.layout.max_tokens) + 1
             self._queries = expected_queries(
@@ -97,7 +99,7 @@ class Sealer:
         Returns:
             [units, H, most] int32, offsets kept (K[h] of each line), or None where all are.
         """
-        with self._clock.measure():
+        with self.clock.measure() if self.clock else contextlib.nullcontext():
             positions = None
             if self._scorer is not None:
                 scores = self._scores(units, old, k, v, heads, windows)

@@ -170,7 +170,14 @@ def serving_scorer(settings: Settings, plan: PlanFile | None) -> str:
 def read_gates(settings: Settings, plan: PlanFile | None, hf_config: Any) -> GateFile | None:
     """The gates that serving reads, checked against the model's config; None where it reads none."""
     name = serving_scorer(settings, plan)
-    if serving_retention(settings, plan) == 1.0 or "hidden" not in create_scorer(name).needs:
+    if "hidden" not in create_scorer(name).needs:
+        if settings.gates is not None:
+            raise TangramError(
+                f"TANGRAM_GATES={settings.gates}: scorer {name} reads no gates; unset it, or set "
+                "TANGRAM_SCORER to one that does"
+            )
+        return None
+    if serving_retention(settings, plan) == 1.0:
         return None
     if settings.gates is not None:
         return load_gates(settings.gates, hf_config)

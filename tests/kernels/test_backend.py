@@ -152,6 +152,8 @@ def test_prefill_chunks_and_decode_equal_the_cpu_backend(sides, monkeypatch, sca
     if scarce:
         layout = cpu.pool.plan.layout
         cpu, gpu = sides(max(sum(layout.pages(n) for _, n in targets) for targets, _ in STEPS))
+    # compiling is no compression
+    assert gpu.pool.rows.tally.compression_s == 0
     copied = run_both(cpu, gpu)
     assert (copied > 0) == scarce
     assert gpu.pool.rows.tally.compression_s > 0
