@@ -17,6 +17,7 @@ measured, and what is there already is not measured again.
 
 import argparse
 import csv
+import hashlib
 import sys
 import time
 from collections.abc import Iterator
@@ -37,12 +38,15 @@ from tangram_sglang.calib.profiles import queries_of, samples
 from tangram_sglang.calib.query_stats import save_query_stats
 from tangram_sglang.calib.run_folder import RunFolder
 from tangram_sglang.calib.stages import RANK
+from tangram_sglang.cli.demo import PLANS
 from tangram_sglang.cli.retention import retention
 from tangram_sglang.errors import TangramError
+from tangram_sglang.plan.gates import load_gates
 from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.stats import load_query_stats
 from tangram_sglang.plan.window import WindowRule
 from tangram_sglang.score import SCORERS, create_scorer
+from tangram_sglang.score.gate import Gates
 from tangram_sglang.settings import Settings
 
 
@@ -64,18 +68,34 @@ class Unit:
 class Plans:
     """Layouts and statistics from the observations of a calibration."""
 
-    def __init__(self, folder: RunFolder, model, scratch: Path, scope: str, alpha: float):
-        self._folder, self._scope, self._alpha = folder, scope, alpha
+    def __init__(self, folder: RunFolder, model, scratch: Path, options: argparse.Namespace):
+        self._folder, self._scope, self._alpha = folder, options.scope, options.alpha
         self._shape = model_shape(model)
         run, settings = folder.run, Settings()
-        self.rule = WindowRule(run.window, run.recent, settings.page, run.sinks)
+        recent = run.recent if options.recent is None else options.recent
+        self.rule = WindowRule(run.window, recent, settings.page, run.sinks)
+        # making one takes half a second, and every text asks for it
+        self._layouts: dict[Unit, KVLayout] = {}
         self._settings, self._tokens = settings, model.config.max_position_embeddings
         self._stats_file = scratch / "query-stats.safetensors"
-        self._device = model.device
+        self._device, self._config = model.device, model.config
         if queries_of(folder).shape.full_heads != self._shape.full_heads:
             raise TangramError(f"{folder.path} is a calibration of another model, {run.model}")
 
+    @property
+    def shared(self) -> dict[str, str]:
+        """What all units share, for the CSV files."""
+        return {
+            **{"window": str(self.rule.window), "recent": str(self.rule.recent)},
+            **{"scope": self._scope, "alpha": f"{self._alpha:g}"},
+        }
+
     def layout(self, unit: Unit) -> KVLayout:
+        if unit not in self._layouts:
+            self._layouts[unit] = self._layout(unit)
+        return self._layouts[unit]
+
+    def _layout(self, unit: Unit) -> KVLayout:
         return KVLayout.build(
             self._shape,
             self.rule,
@@ -100,13 +120,22 @@ class Plans:
         return average(found).budgets.tolist()
 
     def lane(self, unit: Unit) -> Lane:
-        stats = self.stats if "query_stats" in create_scorer(unit.scorer).needs else None
-        return Lane(self.layout(unit), unit.scorer, stats)
+        needs = create_scorer(unit.scorer).needs
+        stats = self.stats if "query_stats" in needs else None
+        gates = self.gates if "hidden" in needs else None
+        return Lane(self.layout(unit), unit.scorer, stats, gates)
 
     @cached_property
     def stats(self):
         sha256 = save_query_stats(queries_of(self._folder), RANK, self._stats_file)
         return load_query_stats(self._stats_file, sha256, self._shape, self._device)
+
+    @cached_property
+    def gates(self) -> Gates:
+        """The shipped gates of the model."""
+        path = PLANS / f"{self._folder.run.model.lower()}-gates.safetensors"
+        gates = load_gates(path, self._config).gates
+        return gates.to(self._device).projected_in(torch.float32)
 
 
 def units(size: argparse.Namespace, profiles: list[str]) -> list[Unit]:
@@ -188,6 +217,7 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--budgets", **split, help="(uniform, own, every profile, mean)")
     parser.add_argument("--scope", choices=("global", "layer"), default="global")
     parser.add_argument("--alpha", type=float, default=2.0)
+    parser.add_argument("--recent", type=int, help="R (the calibration's)")
     parser.add_argument("--texts", type=int, default=len(ALL), help="documents (%(default)s)")
     parser.add_argument("--chats", type=int, default=16, help="chats about facts (%(default)s)")
     parser.add_argument("--device", default="cpu")
@@ -213,7 +243,7 @@ def main() -> int:
         model = AutoModelForCausalLM.from_pretrained(size.model, dtype=torch.float32)
         model = model.to(size.device).eval()
         size.out.mkdir(parents=True, exist_ok=True)
-        plans = Plans(folder, model, size.out, size.scope, size.alpha)
+        plans = Plans(folder, model, size.out, size)
         texts = [*documents(tokenizer, size.texts), *fact_chats(tokenizer, size.chats)]
         wanted = units(size, folder.run.profiles)
         rows = _measure_all(model, texts, wanted, plans, size)
@@ -224,7 +254,8 @@ def main() -> int:
         (size.out / "query-stats.safetensors").unlink(missing_ok=True)
     summary = summarise(rows)
     print(table(summary))
-    write_summary(summary, size.out / "quality.csv", machine("bench.quality"))
+    record = {**plans.shared, **machine("bench.quality")}
+    write_summary(summary, size.out / "quality.csv", record)
     draw(summary, size.out / "quality.png")
     say(f"written to {size.out}")
     return 0
@@ -265,15 +296,17 @@ def _key(text: Text, unit: Unit, plans: Plans) -> tuple[str, str]:
         return text.digest, FULL
     layout = plans.layout(unit)
     kept = ",".join(str(layout.groups[layout.place[h][0]].kept) for h in sorted(layout.place))
-    import hashlib
-
+    kept += f"/{plans.rule.recent}"
     named = f"{unit.scorer}/{unit.budgets}/{unit.retention:g}/"
     return text.digest, named + hashlib.sha256(kept.encode()).hexdigest()[:8]
 
 
 def _with_key(row: dict, text: Text, plans: Plans, size) -> dict:
     unit = Unit(row["scorer"], row["budgets"], row["retention"])
-    where = {"model": size.model.name, "device": size.device, "torch": torch.__version__}
+    where = {
+        **{"model": size.model.name, "device": size.device, "torch": torch.__version__},
+        **plans.shared,
+    }
     return {"unit": _key(text, unit, plans)[1], **row, **where}
 
 

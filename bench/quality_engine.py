@@ -16,10 +16,11 @@ from tangram_sglang.calib.error_curves import selection_order
 from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.shape import LayerShape, ModelShape
 from tangram_sglang.score import QueryStats, Window, create_scorer
+from tangram_sglang.score.gate import Gates
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # what this engine can show a scorer beside K, V and positions
-SHOWN = frozenset({"query_stats", "q_window", "rope"})
+SHOWN = frozenset({"query_stats", "q_window", "rope", "hidden"})
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,13 @@ class Lane:
         layout: how much each head keeps of a window; at retention 1.0 nothing is scored.
         scorer: name of the scorer that picks tokens.
         query_stats: of every head, for scorers that read them.
+        gates: of every layer, in float32, for scorers that read hidden states.
     """
 
     layout: KVLayout
     scorer: str
     query_stats: QueryStats | None = None
+    gates: Gates | None = None
 
 
 def model_shape(model) -> ModelShape:
@@ -98,6 +101,9 @@ class _Run:
         self._q = None
         if any("q_window" in scorer.needs for scorer in self._scorers):
             self._q = self._k.new_zeros(size[0], 1, x.q_heads, tokens, x.head_dim)
+        # what the gates say of a token; all lanes that read it have the same gates
+        self._gates = next((lane.gates for lane in lanes if lane.gates is not None), None)
+        self._gate = None if self._gates is None else self._k.new_zeros(size)
         self._present = torch.ones(size, dtype=torch.bool, device=device)
         self._sealed = 0
         self._kept = [
@@ -115,8 +121,10 @@ class _Run:
                 x.expand(-1, len(self._lanes), *x.shape[2:]).clone()
                 for x in (self._k, self._v, self._present)
             )
-            if self._q is not None:
-                self._q = self._q.expand(-1, len(self._lanes), *self._q.shape[2:]).clone()
+            self._q, self._gate = (
+                x if x is None else x.expand(-1, len(self._lanes), *x.shape[2:]).clone()
+                for x in (self._q, self._gate)
+            )
         for window in range(self._sealed, windows):
             for lane in range(len(self._lanes)):
                 self._seal(window, lane)
@@ -130,7 +138,7 @@ class _Run:
         k, v = (x[:, lane, :, span].flatten(0, 1) for x in (self._k, self._v))
         heads = torch.arange(len(k), device=k.device)
         sinks = rule.sinks if window == 0 else 0
-        seen = self._shown(lane, span.stop)
+        seen = self._shown(lane, span)
         scores = self._scorers[lane].score(Window(k, v, span.start, heads, sinks, **seen))
         order = selection_order(scores, sinks)
         rank = torch.arange(rule.window, device=k.device)
@@ -138,9 +146,9 @@ class _Run:
         kept.scatter_(1, order, rank < self._kept[lane].to(k.device)[:, None])
         self._present[:, lane, :, span] = kept.unflatten(0, self._present.shape[::2][:2])
 
-    def _shown(self, lane: int, end: int) -> dict:
-        """What the lane's scorer needs beside K and V of a window that ends at ``end``."""
-        needs, seen, shape = self._scorers[lane].needs, {}, self._k.shape
+    def _shown(self, lane: int, span: slice) -> dict:
+        """What the lane's scorer needs beside K and V of the window ``span``."""
+        needs, seen, shape, end = self._scorers[lane].needs, {}, self._k.shape, span.stop
         if "query_stats" in needs:
             seen["query_stats"] = self._lanes[lane].query_stats
         if "q_window" in needs:
@@ -149,6 +157,8 @@ class _Run:
             seen["q"] = q.unflatten(1, (shape[2], -1)).flatten(0, 1)
             scalings = torch.tensor([x.scaling for x in self._layers], device=self._k.device)
             seen["scaling"] = scalings.repeat_interleave(shape[2])
+        if "hidden" in needs:
+            seen["gate"] = self._gate[:, lane, :, span].flatten(0, 1)
         if "rope" in needs:
             frequencies = self._model.model.rotary_emb.inv_freq.double().to(self._k.device)
             seen["inv_freq"] = frequencies.expand(shape[0] * shape[2], -1)
@@ -163,11 +173,13 @@ class _Run:
         x = x.expand(self._k.shape[1], -1, -1)
         cos, sin = decoder.rotary_emb(x, positions[None])
         for i, layer in enumerate(decoder.layers):
-            out = _attention(
-                layer.self_attn, layer.input_layernorm(x), cos[:, None], sin[:, None],
-                partial(self._attend, i, first),
-            )  # fmt: skip
-            x = x + out
+            read = layer.input_layernorm(x)
+            if self._gates is not None:
+                scores = self._gates.layer(i).scores(read.flatten(0, 1))
+                scores = scores.unflatten(0, read.shape[:2]).transpose(1, 2)
+                self._gate[i, :, :, first : first + len(ids)] = scores
+            attend = partial(self._attend, i, first)
+            x = x + _attention(layer.self_attn, read, cos[:, None], sin[:, None], attend)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return decoder.norm(x)
 

@@ -11,7 +11,7 @@ from bench.quality_table import FULL, draw, summarise, table
 from bench.quality_texts import FACTS, PEOPLE, Text, _fact_chat, documents
 from tangram_sglang.calib.generated import NAMES
 from tests.reference import CompressedRun, layout_for
-from tests.reference.tiny import random_query_stats, random_tokens, tiny_llama
+from tests.reference.tiny import random_gates, random_query_stats, random_tokens, tiny_llama
 
 ROOM = {"window": 32, "recent": 16, "page": 4, "sinks": 4}
 
@@ -36,17 +36,24 @@ def test_the_engine_is_the_reference_in_every_lane(model):
         ("tova", 0.4, budgets),
         ("knorm", 0.5, None),
         ("expected_attention_local", 0.4, budgets),
+        ("fastkvzip", 0.4, budgets),
         ("keydiff", 1.0, None),
     ]
+    gates = random_gates(model, seed=4)
     layouts = [layout_for(model, retention=r, budgets=b, **ROOM) for _, r, b in cases]
     lanes = [
-        Lane(layout, name, stats if name == "expected_attention" else None)
+        Lane(
+            layout,
+            name,
+            stats if name == "expected_attention" else None,
+            gates.projected_in(torch.float32) if name == "fastkvzip" else None,
+        )
         for layout, (name, _, _) in zip(layouts, cases, strict=True)
     ]
     positions = torch.tensor([*range(30, 120, 7), *range(180, 211)])
     found = hidden_states(model, ids, lanes, positions)
     for hidden, layout, (name, _, _) in zip(found, layouts, cases, strict=True):
-        reference = CompressedRun(model, layout, name, stats)
+        reference = CompressedRun(model, layout, name, stats, gates)
         logits = reference.extend(ids)[positions]
         torch.testing.assert_close(model.lm_head(hidden), logits, rtol=1e-4, atol=1e-4)
     # and the lanes are not all the same

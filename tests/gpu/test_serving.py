@@ -78,7 +78,8 @@ def test_prefill_graphs_equal_eager_steps(llama, eager):
 def test_decode_steps_never_wait_for_the_device(llama, eager):
     """Sealing steps included; torch raises at the first wait."""
     found = on_gpu(llama[1], requests(), on_step=forbid_waits, cuda_graph_max_bs_decode=8)
-    assert found.collected["decode_steps"] >= 60
+    # the longest answer has 60 tokens, the first of them from prefill
+    assert found.collected["decode_steps"] >= 59
     assert found.collected["seconds"] > 0
     assert_same_but_ties(found, eager)
 
