@@ -1,6 +1,7 @@
 """The table of kernel times: `bench/results/kernels-*.csv`."""
 
 import csv
+import time
 from pathlib import Path
 
 from bench.gpu_machine import gpu_machine
@@ -28,7 +29,7 @@ class KernelTable:
 
     def __init__(self, path: Path):
         self.path, self.rows = path, []
-        self.fixed = gpu_machine()
+        self.fixed, self.started = gpu_machine(), time.monotonic()
         print(", ".join(f"{name} {value}" for name, value in self.fixed.items()), flush=True)
 
     def add(self, case, batch, seq_len, retention, ms, floor_ms, baseline="", baseline_ms=None):
@@ -47,7 +48,8 @@ class KernelTable:
         }
         self.rows.append(row)
         shown = [str(row[name]) for name in COLUMNS[:10]]
-        print(" ".join(f"{text:>12}" for text in shown), flush=True)
+        after = f"[{time.monotonic() - self.started:4.0f} s]"
+        print(after, " ".join(f"{text:>12}" for text in shown), flush=True)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
