@@ -44,6 +44,7 @@ class ServingPlan:
         inv_freq: [H, rotary_dim / 2] fp64, of the same, if the scorer reads them.
         drift: what to watch of it, if asked for.
         gates: of every full-attention layer, if the scorer reads their scores.
+        splits: how decode work is shared out, ``map`` or ``equal``.
         digest: of all that decides which tokens are kept and where they lie; what is cached under
             one digest means nothing under another.
     """
@@ -59,6 +60,7 @@ class ServingPlan:
     inv_freq: torch.Tensor | None = None
     drift: DriftRule | None = None
     gates: GateFile | None = None
+    splits: str = "map"
 
 
 def read_plan(settings: Settings, hf_config: Any) -> PlanFile | None:
@@ -152,6 +154,7 @@ def serving_plan(
         inv_freq,
         drift_rule(settings, plan),
         gates,
+        settings.splits,
     )
 
 

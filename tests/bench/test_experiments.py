@@ -73,7 +73,12 @@ RESULT = {
     **{"duration": 2.0, "completed": 4, "ttfts": [3.0, 0.5, 5.0, 0.7]},
     **{"input_lens": [100, 120, 100, 120], "output_lens": [10] * 4},
     **{"cached_tokens": [0, 110, 0, 55]},
-    **{"mean_ttft_ms": 2300.0, "median_ttft_ms": 1850.0, "p99_ttft_ms": 5000.0},
+    **{
+        "median_itl_ms": 8.0,
+        "mean_ttft_ms": 2300.0,
+        "median_ttft_ms": 1850.0,
+        "p99_ttft_ms": 5000.0,
+    },
 }
 
 
@@ -189,11 +194,11 @@ def opened(tmp_path, *arguments: str, started: float = 0.0) -> Bench:
 
 
 def test_an_ablation_starts_with_what_the_gate_needs_and_changes_one_thing_a_step(tmp_path):
-    names = ("--steps", "uniform", "layer", "global", "--heads", "1", "16")
+    names = ("--steps", "uniform", "layer", "global", "map", "--heads", "1", "16")
     now = opened(tmp_path, "--settings", "WINDOW=64", *names)
     found = ablation.steps(now)
     assert [x.name for x in found] == [
-        *("flashinfer", "tangram 1", "uniform", "layer", "global", "H1", "H16"),
+        *("flashinfer", "tangram 1", "uniform", "layer", "global", "map", "H1", "H16"),
     ]
     assert {x.settings["TANGRAM_WINDOW"] for x in found[1:]} == {"64"}
     assert {x.settings["TANGRAM_POOL_BYTES"] for x in found[1:]} == {str(POOL.bytes)}
@@ -202,11 +207,13 @@ def test_an_ablation_starts_with_what_the_gate_needs_and_changes_one_thing_a_ste
         for x in found
     ]
     quarter, plan = {"TANGRAM_RETENTION": "0.25"}, {"TANGRAM_PLAN": str(tmp_path / "plan.json")}
+    equal = {"TANGRAM_SPLITS": "equal"}
     assert own[1:] == [
         {"TANGRAM_RETENTION": "1", **plan},
-        quarter,
-        {**quarter, **plan, "TANGRAM_GROUPING": "layer"},
-        {**quarter, **plan, "TANGRAM_GROUPING": "global"},
+        {**quarter, **equal},
+        {**quarter, **plan, **equal, "TANGRAM_GROUPING": "layer"},
+        {**quarter, **plan, **equal, "TANGRAM_GROUPING": "global"},
+        {**quarter, **plan, "TANGRAM_GROUPING": "global", "TANGRAM_SPLITS": "map"},
         {**quarter, **plan, "TANGRAM_GROUP_HEADS": "1"},
         {**quarter, **plan, "TANGRAM_GROUP_HEADS": "16"},
     ]

@@ -32,7 +32,9 @@ RULE = WindowRule(16, 8, 4, 2)
 class Side:
     """One backend over a pool of its own; both sides take the same steps and are watched."""
 
-    def __init__(self, backend, pages: int, spare: int, scorer="keydiff", watcher=None):
+    def __init__(
+        self, backend, pages: int, spare: int, scorer="keydiff", watcher=None, splits="map"
+    ):
         shape = ModelShape(
             tuple(LayerShape(i, Q_HEADS, HEADS, DIM, None, DIM**-0.5) for i in range(LAYERS))
         )
@@ -46,7 +48,9 @@ class Side:
             max_tokens=200,
         )
         self.device = GPU if backend is TangramCudaBackend else "cpu"
-        plan = ServingPlan("test", 0.5, scorer, create_scorer(scorer), None, layout, "none")
+        plan = ServingPlan(
+            "test", 0.5, scorer, create_scorer(scorer), None, layout, "none", splits=splits
+        )
         self.pool = TangramKVPool(
             plan,
             size=200,
@@ -98,11 +102,11 @@ def sides(monkeypatch):
         # the occupancy of a kernel is a GPU's
         monkeypatch.setattr(split_dispatch, "resident_programs", lambda *a, **k: 6)
 
-    def make(pages, scorer="keydiff", watchers=(None, None)):
+    def make(pages, scorer="keydiff", watchers=(None, None), splits="map"):
         spare = spare_pages(Side(TangramAttentionBackend, 400, 0).pool.plan.layout, "cuda")
         return (
             Side(TangramAttentionBackend, pages, 0, scorer, watchers[0]),
-            Side(TangramCudaBackend, pages, spare, scorer, watchers[1]),
+            Side(TangramCudaBackend, pages, spare, scorer, watchers[1], splits),
         )
 
     return make
@@ -167,6 +171,15 @@ def test_prefill_chunks_and_decode_equal_the_cpu_backend(sides, monkeypatch, sca
 def test_scorers_without_a_kernel_of_their_own(sides, scorer):
     """In prefill and in decode; they get their windows' numbers from the host."""
     run_both(*sides(400, scorer))
+
+
+def test_equal_splits_change_who_computes_and_not_what(sides):
+    cpu, gpu = sides(400, splits="equal")
+    run_both(cpu, gpu)
+    dispatch = gpu.backend._splits.of(2)[0]
+    assert not dispatch.stretched and (dispatch.splits[..., 1] == 2).all()
+    stretched = sides(400)[1].backend._splits.of(2)[0]
+    assert stretched.stretched and not (stretched.splits[..., 1] == 2).all()
 
 
 def test_many_rows_that_seal_in_one_step_do_so_in_parts(sides, monkeypatch):
