@@ -12,6 +12,7 @@ from tangram_sglang.errors import TangramError
 
 GROUPINGS = ("global", "layer")
 SPLITS = ("map", "equal")
+RESERVES = ("budget", "uncompressed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class Settings:
         grouping: ``global`` groups heads across layers, ``layer`` within one.
         splits: decode work by the split map (``map``), or as much for every head (``equal``), which
             is there to be compared with.
+        reserve: what a prompt is admitted for: what it keeps (``budget``), or all of it until its end
+            (``uncompressed``), which is there to be compared with (``plan.reclaim``).
         pool_bytes: bytes of KV pages; None takes SGLang's memory fraction.
         drift: share of windows that are compared with the calibration, [0, 1]; 0 compares none.
     """
@@ -46,6 +49,7 @@ class Settings:
     sinks: int = 4
     grouping: str = "global"
     splits: str = "map"
+    reserve: str = "budget"
     pool_bytes: int | None = None
     drift: float = 0.0
 
@@ -68,6 +72,8 @@ class Settings:
             raise _bad("GROUPING", self.grouping, " or ".join(GROUPINGS))
         if self.splits not in SPLITS:
             raise _bad("SPLITS", self.splits, " or ".join(SPLITS))
+        if self.reserve not in RESERVES:
+            raise _bad("RESERVE", self.reserve, " or ".join(RESERVES))
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> "Settings":

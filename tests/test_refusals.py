@@ -72,6 +72,7 @@ SETTINGS = [
     ({"TANGRAM_SCORER": "best"}, "unknown scorer 'best'; known: "),
     ({"TANGRAM_GROUPING": "all"}, "TANGRAM_GROUPING=all"),
     ({"TANGRAM_SPLITS": "even"}, "TANGRAM_SPLITS=even: expected map or equal"),
+    ({"TANGRAM_RESERVE": "all"}, "TANGRAM_RESERVE=all: expected budget or uncompressed"),
     ({"TANGRAM_RETENTOIN": "0.5"}, "TANGRAM_RETENTOIN is not a setting"),
     ({"TANGRAM_PLAN": "/nowhere/plan.json"}, "/nowhere/plan.json cannot be read"),
     ({"TANGRAM_SINKS": "5"}, "5 sinks exceed the page of 4"),
