@@ -35,7 +35,14 @@ class Side:
     """One backend over a pool of its own; both sides take the same steps and are watched."""
 
     def __init__(
-        self, backend, pages: int, spare: int, scorer="keydiff", watcher=None, splits="map", rule=RULE
+        self,
+        backend,
+        pages: int,
+        spare: int,
+        scorer="keydiff",
+        watcher=None,
+        splits="map",
+        rule=RULE,
     ):
         shape = ModelShape(
             tuple(LayerShape(i, Q_HEADS, HEADS, DIM, None, DIM**-0.5) for i in range(LAYERS))
