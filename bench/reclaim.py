@@ -14,9 +14,10 @@ The same model, budgets, scorer and kernels, and as many pages for requests:
 all at once, as many as saturate the pool, and answers of `--answer` tokens.
 
 `prefill_s` is the time to first token summed over `alone` prompts, and `together` the time until the last
-prompt has its first token; `prefill_tokens_per_s` is all prompts' tokens over it. `prefill_saved`, in
-the row of `reclaim`, is the share of its `prefill_s` that `reserve` does without. `peak_running` is the
-largest value of SGLang's gauge sglang:num_running_reqs, sampled every quarter of a second.
+prompt has its first token, decode steps in between included; `prefill_tokens_per_s` is all prompts'
+tokens over it. `saved`, in the row of `reclaim`, is the share of its time that `reserve` does without: of
+`prefill_s` when `alone`, of `duration_s` when `together`. `peak_running` is the largest value of SGLang's
+gauge sglang:num_running_reqs, sampled every quarter of a second.
 
 The last chunk of `reclaim` writes to pages that it still reads, and copies them to spare pages first. So
 its pool has more spare pages than that of `reserve`, for one prompt of `--context-length` tokens as it is
@@ -33,13 +34,15 @@ from bench.fleet import Entry
 from bench.gauge import Gauge
 from bench.offline import POOL_TOKENS, RUNNING
 from bench.record import say
+from bench.report import medians
 from tangram_sglang.plan.described import plan_layout
 from tangram_sglang.plan.file import load_plan
 from tangram_sglang.settings import Settings
 
 MODULE = "bench.reclaim"
 RESERVE, RECLAIM = "reserve", "reclaim"
-CASES = ("alone", "together")
+# and the time that is compared
+CASES = {"alone": "prefill_s", "together": "duration_s"}
 
 
 def spare_bytes(entry: Entry, context: int, itemsize: int = 2) -> int:
@@ -114,7 +117,7 @@ def main() -> None:
                 runs = now.runs(lambda seed: measure(now, server, case, seed))  # noqa: B023
                 saved = ""
                 if runs:
-                    median = float(np.median([run["prefill_s"] for run in runs]))
+                    median = medians(runs)[CASES[case]]
                     if entry.name == RESERVE:
                         took[case] = median
                     elif entry.name == RECLAIM and case in took:
@@ -123,7 +126,7 @@ def main() -> None:
                     "requests": options.alone if case == "alone" else options.requests,
                     "input_len": now.length(options.input),
                     "output_len": 1 if case == "alone" else now.length(options.answer),
-                    "prefill_saved": saved,
+                    "saved": saved,
                 }
                 now.report.add(entry, case, asked, runs, main="prefill_tokens_per_s")
 

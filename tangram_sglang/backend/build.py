@@ -133,6 +133,8 @@ def startup_line(pool: TangramKVPool) -> str:
     if queries.tokens:
         most = queries.slots * queries.pages * layout.page_bytes(pool.dtype.itemsize)
         held = f"queries={queries.tokens} a window (up to {most} bytes a request) "
+    if plan.splits != "map":
+        held += f"splits={plan.splits} "
     groups = len(layout.groups) - layout.score_groups
     if plan.gates is not None:
         share = layout.score_groups / (layout.num_full - layout.score_groups)

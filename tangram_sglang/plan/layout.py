@@ -229,7 +229,10 @@ class KVLayout:
         return s * self.window_pages + tail + self.queries.held(self.rule, n, floor)
 
     def prompt_pages(self, n: int) -> int:
-        """Most pages that a prompt of ``n`` tokens holds on its way; any other request holds less."""
+        """Most pages of a request of ``n`` tokens on its way, if all of them are its prompt.
+
+        Never less than those of a shorter prompt and its output.
+        """
         return self.peak_pages(n, 0, self.rule.floor(n, 0))
 
     def capacity(self, pages: int) -> int:
