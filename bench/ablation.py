@@ -1,23 +1,23 @@
-"""What each part of the design is worth: budgets, groups, heads in a group.
+"""What each part of the design is worth: budgets, groups, the split map, heads in a group.
 
-    python -m bench.ablation [--steps uniform layer global] [--heads 1 2 4 8 16]
+    python -m bench.ablation [--steps uniform layer global map] [--heads 1 2 4 8 16]
 
 Requests of 32K tokens that saturate the pool, as in `bench.offline`. In this order:
 
 - stock SGLang and ours at 1.0, which the gate needs and the others are compared with;
-- `uniform`: no plan, so every head keeps as much;
+- `uniform`: no plan, so every head keeps as much, and equal splits: every head of a decode step gets as
+  many programs (`TANGRAM_SPLITS=equal`);
 - `layer`: the plan's budgets, and groups of heads of one layer;
 - `global`: the same, and groups across layers;
-- `H1` .. `H16`: `global` with so many heads in a group (H_p).
+- `map`: the same, and the split map;
+- `H1` .. `H16`: `map` with so many heads in a group (H_p).
 
 All compressed ones keep the same share, and their pools have the same bytes: budgets are scaled so that
 what all groups keep sums to the retention. A step therefore shows what it costs or saves in time, and
 its gain in what is kept shows in `python -m bench.quality`, not here. `kept_share` is what sealed
 windows keep of all entries; `spread`, the most a head keeps of a window over the least, says how
-uneven the work is.
-
-The split map has no switch in a server: it is on whenever budgets differ. `python -m bench.kernels`
-measures it on the decode kernel alone, against equal splits (`kernels-decode-partial.csv`).
+uneven the work is. Most of the time is prefill, which the split map does not touch: its gain shows in
+`median_itl_ms`, the median time between two tokens of an answer.
 """
 
 from pathlib import Path
@@ -30,7 +30,12 @@ from tangram_sglang.plan.file import load_plan
 from tangram_sglang.settings import Settings
 
 MODULE = "bench.ablation"
-STEPS = {"uniform": {}, "layer": {"grouping": "layer"}, "global": {"grouping": "global"}}
+STEPS = {
+    "uniform": {"splits": "equal"},
+    "layer": {"grouping": "layer", "splits": "equal"},
+    "global": {"grouping": "global", "splits": "equal"},
+    "map": {"grouping": "global", "splits": "map"},
+}
 CASE = offline.CASES["concurrency"]
 
 

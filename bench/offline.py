@@ -4,8 +4,9 @@
 
 `short` has prompts of 16K tokens, `mid` 48K, `long` 120K, and answers of 128. `tokens_per_s` counts
 prompts and answers, `peak_running` is the largest value of SGLang's gauge sglang:num_running_reqs,
-sampled during the run. `concurrency` asks how many requests of 32K fit and run: there `peak_running` is
-what is compared with stock.
+sampled during the run; `median_itl_ms` is the median time between two tokens of an answer.
+`concurrency` asks how many requests of 32K fit and run: there `peak_running` is what is compared with
+stock.
 
 Prompts are unrelated; `hit_rate` says that nothing was reused. With prompts this long and answers this
 short most of the time is prefill, which compression does not shorten.
@@ -47,6 +48,7 @@ def figures(result: dict, peak: float) -> dict[str, float]:
         "requests_per_s": result["completed"] / result["duration"],
         "duration_s": result["duration"],
         "mean_ttft_s": result["mean_ttft_ms"] / 1e3,
+        "median_itl_ms": result["median_itl_ms"],
         "hit_rate": cached / tokens,
     }
 

@@ -38,7 +38,7 @@ def prefill_reference(
     pieces = []
     while position < n1:
         epoch = rule.sealed(position + 1, floor)
-        end = min(n1, rule.epoch_end(epoch))
+        end = min(n1, rule.epoch_end(epoch, floor))
         first, last = epoch * rule.window - raw_start, end - raw_start
         seen = epoch * kept
         k = torch.cat([sealed_k[:, :seen], raw_k[:, first:last]], dim=1)

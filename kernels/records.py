@@ -72,7 +72,7 @@ def prefill_tiles(
         while position < piece.n1:
             if sliding_window is None:
                 epoch = rule.sealed(position + 1, piece.floor)
-                end = min(piece.n1, rule.epoch_end(epoch))
+                end = min(piece.n1, rule.epoch_end(epoch, piece.floor))
             else:
                 epoch, end = 0, piece.n1
             start = np.arange(position, end, size, dtype=np.int32)

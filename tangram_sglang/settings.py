@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from tangram_sglang.errors import TangramError
 
 GROUPINGS = ("global", "layer")
+SPLITS = ("map", "equal")
+RESERVES = ("budget", "uncompressed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,10 @@ class Settings:
         group_heads: H_p, KV heads that share a page table.
         sinks: first tokens of a request that every head keeps.
         grouping: ``global`` groups heads across layers, ``layer`` within one.
+        splits: decode work by the split map (``map``), or as much for every head (``equal``), which
+            is there to be compared with.
+        reserve: what a prompt is admitted for: what it keeps (``budget``), or all of it until its end
+            (``uncompressed``), which is there to be compared with (``plan.reclaim``).
         pool_bytes: bytes of KV pages; None takes SGLang's memory fraction.
         drift: share of windows that are compared with the calibration, [0, 1]; 0 compares none.
     """
@@ -42,6 +48,8 @@ class Settings:
     group_heads: int = 4
     sinks: int = 4
     grouping: str = "global"
+    splits: str = "map"
+    reserve: str = "budget"
     pool_bytes: int | None = None
     drift: float = 0.0
 
@@ -62,6 +70,10 @@ class Settings:
             raise _bad("DRIFT", self.drift, "a share of windows to look at, from 0 to 1")
         if self.grouping not in GROUPINGS:
             raise _bad("GROUPING", self.grouping, " or ".join(GROUPINGS))
+        if self.splits not in SPLITS:
+            raise _bad("SPLITS", self.splits, " or ".join(SPLITS))
+        if self.reserve not in RESERVES:
+            raise _bad("RESERVE", self.reserve, " or ".join(RESERVES))
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> "Settings":

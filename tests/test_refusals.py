@@ -71,6 +71,8 @@ SETTINGS = [
     ({"TANGRAM_RECENT": "30"}, "30 recent tokens are no multiple of the page"),
     ({"TANGRAM_SCORER": "best"}, "unknown scorer 'best'; known: "),
     ({"TANGRAM_GROUPING": "all"}, "TANGRAM_GROUPING=all"),
+    ({"TANGRAM_SPLITS": "even"}, "TANGRAM_SPLITS=even: expected map or equal"),
+    ({"TANGRAM_RESERVE": "all"}, "TANGRAM_RESERVE=all: expected budget or uncompressed"),
     ({"TANGRAM_RETENTOIN": "0.5"}, "TANGRAM_RETENTOIN is not a setting"),
     ({"TANGRAM_PLAN": "/nowhere/plan.json"}, "/nowhere/plan.json cannot be read"),
     ({"TANGRAM_SINKS": "5"}, "5 sinks exceed the page of 4"),

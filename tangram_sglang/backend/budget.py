@@ -60,7 +60,8 @@ class TangramPrefillBudget(PrefillBudget):
                 f"SGLang checks a request behind {input_tokens - extend_input_len} cached tokens, "
                 f"the last match has {prefix.tokens}"
             )
-        start = Row(input_tokens, prefix.tokens, windows, windows, prefix.tokens)
+        floor = self._pool.plan.layout.rule.floor(input_tokens, windows)
+        start = Row(input_tokens, prefix.tokens, floor, windows, prefix.tokens)
         rows, total = self._pool.rows, input_tokens + max_new_tokens
         self._candidate = rows.demand(start, total, prefix.tokens)
         self._candidate_needs_spare = False

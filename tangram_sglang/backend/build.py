@@ -88,9 +88,14 @@ class TangramPoolConfigurator(MemoryPoolConfigurator):
 def spare_pages(layout: KVLayout, device: str) -> int:
     """Pages beside the books: a row's raw tails on a GPU, none on a CPU, which copies elsewhere.
 
-    Sliding windows included: a chunk in a full pool gets the pages of the tokens it slides past.
+    Sliding windows included: a chunk in a full pool gets the pages of the tokens it slides past. And no
+    more than a step can take in place of them: tails are long where prompts are held whole.
     """
-    return 0 if device == "cpu" else int(layout.ring_slots.sum())
+    full, rule = slice(layout.num_full), layout.rule
+    tails = layout.ring_slots.copy()
+    taken = layout.sealed_slots[full] + rule.pages(rule.window + rule.recent)
+    tails[full] = np.minimum(tails[full], taken)
+    return 0 if device == "cpu" else int(tails.sum())
 
 
 def build_req_pool(kvc: Any, rows: int, extra_tokens: int) -> TangramReqToTokenPool:
@@ -109,7 +114,7 @@ def build_kv_pool(kvc: Any, max_tokens: int, req_pool: TangramReqToTokenPool) ->
     pool = TangramKVPool(
         plan,
         size=max_tokens,
-        num_pages=plan.layout.peak_pages(max_tokens),
+        num_pages=plan.layout.prompt_pages(max_tokens),
         num_spare=spare_pages(plan.layout, kvc.device),
         max_rows=req_pool.size,
         dtype=kvc.kv_cache_dtype,
@@ -128,6 +133,8 @@ def startup_line(pool: TangramKVPool) -> str:
     if queries.tokens:
         most = queries.slots * queries.pages * layout.page_bytes(pool.dtype.itemsize)
         held = f"queries={queries.tokens} a window (up to {most} bytes a request) "
+    if plan.splits != "map":
+        held += f"splits={plan.splits} "
     groups = len(layout.groups) - layout.score_groups
     if plan.gates is not None:
         share = layout.score_groups / (layout.num_full - layout.score_groups)

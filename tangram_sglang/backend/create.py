@@ -45,6 +45,11 @@ def create_backend(model_runner) -> AttentionBackend:
             plan.layout.retention_held,
             plan.retention,
         )
+    if not plan.layout.rule.shares:
+        logger.warning(
+            "tangram: TANGRAM_RESERVE=uncompressed holds every prompt whole until it ends and shares no "
+            "prefixes; an experiment to compare with, not for production"
+        )
     watcher = _watcher(model_runner)
     if model_runner.device == "cpu":
         return TangramAttentionBackend(model_runner, watcher, _gates(model_runner, plan))

@@ -72,7 +72,9 @@ class TangramCudaBackend(AttentionBackend):
         kept = kept[[window == 0 for window in self._tables.sliding_window]]
         self._splitter = Splitter(kept, blocks.rows, shape.head_dim, blocks.block, self.device)
         self._split: Split | None = None
-        self._splits = SplitDispatch(self._tables, self._layout, pool.pages, self._ratio)
+        self._splits = SplitDispatch(
+            self._tables, self._layout, pool.pages, self._ratio, pool.plan.splits == "equal"
+        )
         self._n_win = torch.zeros(pool.rows.table.shape[0], dtype=torch.int32, device=self.device)
         self._lists: dict[str, torch.Tensor] = {}
         self._sealing: list[list[int]] = []  # row and window of each unit

@@ -57,7 +57,10 @@ def _spared(old: np.ndarray, taken: np.ndarray, spare: range) -> tuple[np.ndarra
     """``old`` with spare pages for those in ``taken``, and the copies that takes."""
     if not len(old):
         return old, np.empty((0, 2), dtype=np.int32)
-    lost = np.intersect1d(old, taken)
+    # tables by page id: ``old`` is long where prompts are held whole, and sorting it takes longer
+    read = np.zeros(max(old.max(), taken.max(initial=0)) + 1, dtype=bool)
+    read[old] = True
+    lost = taken[read[taken]]
     if len(lost) > len(spare):
         raise TangramError(
             f"a step overwrites {len(lost)} pages that it still reads, the pool has "
@@ -65,6 +68,7 @@ def _spared(old: np.ndarray, taken: np.ndarray, spare: range) -> tuple[np.ndarra
         )
     copies = np.stack([lost, np.arange(spare.start, spare.start + len(lost))], axis=1)
     if len(lost):
-        at = np.searchsorted(lost, old).clip(max=len(lost) - 1)
-        old = np.where(lost[at] == old, spare.start + at, old)
-    return old.astype(np.int32), copies.astype(np.int32)
+        place = np.arange(len(read), dtype=np.int32)
+        place[lost] = copies[:, 1]
+        old = place[old]
+    return old, copies.astype(np.int32)

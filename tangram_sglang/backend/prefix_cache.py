@@ -39,7 +39,9 @@ class TangramPrefixCache(BasePrefixCache):
         self._layout = pool.plan.layout
         # not ``disable = True``: that flag selects an admission path that counts token slots
         self.disable = False
-        self._shares = not params.disable and len(self._layout.kinds) == 1
+        self._shares = (
+            not params.disable and len(self._layout.kinds) == 1 and self._layout.rule.shares
+        )
         self._store = pool.store = PrefixStore(pool.rows)
         self.trie = self._store.trie
         pool.rows.tail_left = self._leave_tail

@@ -8,7 +8,7 @@ from tangram_sglang.kernels.layer_tables import LayerTables
 from tangram_sglang.kernels.occupancy import resident_programs
 from tangram_sglang.kernels.workspace import Workspace
 from tangram_sglang.plan.layout import KVLayout
-from tangram_sglang.plan.split_map import SplitMap, plan_splits
+from tangram_sglang.plan.split_map import SplitMap, equal_splits, plan_splits
 
 # maps kept of batches that no graph was captured for
 EAGER = 8
@@ -25,12 +25,21 @@ class SplitDispatch:
         tables, layout: where heads lie and what they keep.
         pool: [pages, H_p, 2, P, D].
         ratio: query heads per KV head.
+        equal: give every head as many programs, at equal lengths of its own line (TANGRAM_SPLITS).
     """
 
-    def __init__(self, tables: LayerTables, layout: KVLayout, pool: torch.Tensor, ratio: int):
+    def __init__(
+        self,
+        tables: LayerTables,
+        layout: KVLayout,
+        pool: torch.Tensor,
+        ratio: int,
+        equal: bool = False,
+    ):
         self._tables = tables
         self._pool = pool
         self._ratio = ratio
+        self._equal = equal
         self._captured: dict[int, tuple[Dispatch, Workspace]] = {}
         # the one used last stands last
         self._eager: dict[int, tuple[Dispatch, Workspace]] = {}
@@ -69,7 +78,7 @@ class SplitDispatch:
         found = self._eager.pop(batch, None)
         if found is None:
             self.reserve(batch)
-            dispatch = Dispatch.build(self._split_map(batch), self._pool.device)
+            dispatch = Dispatch.build(self._split_map(batch), self._pool.device, not self._equal)
             found = dispatch, self._workspace
         if capture:
             self._captured[batch] = found
@@ -81,4 +90,6 @@ class SplitDispatch:
         return found
 
     def _split_map(self, batch: int) -> SplitMap:
+        if self._equal:
+            return equal_splits(self._shares.shape, self.programs, batch)
         return plan_splits(self._shares, self.programs, batch)

@@ -181,7 +181,7 @@ class KVLayout:
         rule, page = self.rule, self.rule.page
         ends = [rule.pages(n) * page]
         if self.num_full:
-            ends.append(rule.epoch_end(rule.sealed(n, floor)))
+            ends.append(rule.epoch_end(rule.sealed(n, floor), floor))
         if self.queries.tokens:
             ends.append((self.queries.begun(rule, n) + 1) * rule.window - self.queries.tokens)
         for kind in self.kinds:
@@ -212,9 +212,11 @@ class KVLayout:
         page falls out.
         """
         most = max(self._full_pages(n, floor), self._full_pages(start, floor))
-        s = self.rule.sealed(n, floor)
-        if s > self.rule.sealed(start, floor):
-            most = max(most, self._full_pages(self.rule.epoch_end(s - 1), floor))
+        s0, s1 = self.rule.sealed(start, floor), self.rule.sealed(n, floor)
+        if s1 > s0:
+            # the first sealing may take all windows of a prompt (``plan.reclaim``)
+            ends = {self.rule.epoch_end(s, floor) for s in (s0, s1 - 1)}
+            most = max(most, *(self._full_pages(end, floor) for end in ends))
         for kind in self.kinds:
             if kind.sliding_window is not None:
                 longest = min(n, kind.sliding_window + self.rule.page - 1)
@@ -226,14 +228,21 @@ class KVLayout:
         tail = self.num_full * self.rule.pages(n - s * self.rule.window)
         return s * self.window_pages + tail + self.queries.held(self.rule, n, floor)
 
+    def prompt_pages(self, n: int) -> int:
+        """Most pages of a request of ``n`` tokens on its way, if all of them are its prompt.
+
+        Never less than those of a shorter prompt and its output.
+        """
+        return self.peak_pages(n, 0, self.rule.floor(n, 0))
+
     def capacity(self, pages: int) -> int:
         """Longest request, in true tokens, that ``pages`` pages carry to its end."""
         low, high = 0, 1
-        while self.peak_pages(high) <= pages:
+        while self.prompt_pages(high) <= pages:
             low, high = high, high * 2
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self.peak_pages(middle) <= pages else (low, middle)
+            low, high = (middle, high) if self.prompt_pages(middle) <= pages else (low, middle)
         return low
 
     @cached_property

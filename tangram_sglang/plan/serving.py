@@ -16,6 +16,7 @@ from tangram_sglang.plan.file import PlanFile, check_model, load_plan
 from tangram_sglang.plan.gates import GateFile, check_layers, load_gates
 from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.model_config import model_config
+from tangram_sglang.plan.reclaim import ReclaimRule
 from tangram_sglang.plan.shape import ModelShape
 from tangram_sglang.plan.stats import load_query_stats
 from tangram_sglang.plan.window import WindowRule
@@ -44,6 +45,7 @@ class ServingPlan:
         inv_freq: [H, rotary_dim / 2] fp64, of the same, if the scorer reads them.
         drift: what to watch of it, if asked for.
         gates: of every full-attention layer, if the scorer reads their scores.
+        splits: how decode work is shared out, ``map`` or ``equal``.
         digest: of all that decides which tokens are kept and where they lie; what is cached under
             one digest means nothing under another.
     """
@@ -59,6 +61,7 @@ class ServingPlan:
     inv_freq: torch.Tensor | None = None
     drift: DriftRule | None = None
     gates: GateFile | None = None
+    splits: str = "map"
 
 
 def read_plan(settings: Settings, hf_config: Any) -> PlanFile | None:
@@ -99,7 +102,7 @@ def serving_plan(
         rope: reads the frequencies off the model, fp64 by layer id; asked if the scorer needs them.
     """
     plan = read_plan(settings, hf_config)
-    rule = _rule(settings, plan)
+    rule = _rule(settings, plan, max_tokens)
     retention = serving_retention(settings, plan)
     heads = shape.full_heads
     if plan is None:
@@ -130,6 +133,11 @@ def serving_plan(
         if "query_stats" in scorer.needs:
             stats = _stats(plan, settings, name, shape, device)
         if "q_window" in scorer.needs:
+            if not rule.shares:
+                raise TangramError(
+                    f"TANGRAM_RESERVE=uncompressed holds no queries, and scorer {name} reads them; set "
+                    f"TANGRAM_SCORER={FALLBACK_SCORER}"
+                )
             layout = layout.with_queries(shape, scorer.q_window(rule.window))
             scaling = torch.tensor(shape.scalings, device=device)
         if "rope" in scorer.needs:
@@ -152,6 +160,7 @@ def serving_plan(
         inv_freq,
         drift_rule(settings, plan),
         gates,
+        settings.splits,
     )
 
 
@@ -204,7 +213,7 @@ def _digest(layout: KVLayout, scorer: str, stats_hash: str | None, gates_hash: s
     return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()
 
 
-def _rule(settings: Settings, plan: PlanFile | None) -> WindowRule:
+def _rule(settings: Settings, plan: PlanFile | None, max_tokens: int = 0) -> WindowRule:
     window = settings.window or (plan.calibration.window if plan else DEFAULT_WINDOW)
     if settings.recent % settings.page:
         raise TangramError(
@@ -212,7 +221,10 @@ def _rule(settings: Settings, plan: PlanFile | None) -> WindowRule:
             "turn finds whole pages, and needs all recent tokens in them; choose TANGRAM_RECENT as a "
             "multiple of TANGRAM_PAGE"
         )
-    return WindowRule(window, settings.recent, settings.page, settings.sinks)
+    lengths = window, settings.recent, settings.page, settings.sinks
+    if settings.reserve == "uncompressed":
+        return ReclaimRule(*lengths, longest=max_tokens)
+    return WindowRule(*lengths)
 
 
 def _budgets(plan: PlanFile, heads, path) -> list[float]:

@@ -9,18 +9,24 @@ tokens were scheduled.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tangram_sglang.errors import TangramError
 
 
 @dataclass(frozen=True, slots=True)
 class WindowRule:
-    """W, R, P and the sinks; all in tokens."""
+    """W, R, P and the sinks; all in tokens.
+
+    Attributes:
+        shares: whether the state is a function of the tokens, so that requests can share it.
+    """
 
     window: int
     recent: int
     page: int
     sinks: int
+    shares: ClassVar[bool] = True
 
     def __post_init__(self):
         if self.window % self.page:
@@ -34,6 +40,10 @@ class WindowRule:
                 f"keeps of a window; lower TANGRAM_SINKS to {self.page} or less"
             )
 
+    def floor(self, prompt: int, windows: int) -> int:
+        """What closed forms take for a request of ``prompt`` tokens behind ``windows`` cached ones."""
+        return windows
+
     def sealed(self, n: int, floor: int = 0) -> int:
         """Windows that the last of ``n`` tokens sees sealed.
 
@@ -43,7 +53,7 @@ class WindowRule:
         """
         return max(floor, (n - 1 - self.recent) // self.window)
 
-    def epoch_end(self, s: int) -> int:
+    def epoch_end(self, s: int, floor: int = 0) -> int:
         """First position whose query sees more than ``s`` sealed windows."""
         return (s + 1) * self.window + self.recent
 

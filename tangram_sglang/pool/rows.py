@@ -80,12 +80,12 @@ class Rows:
         """
         if row in self.live:
             raise RuntimeError(f"row {row} is in use")
-        rule, floor = self.layout.rule, len(windows)
-        n = floor * rule.window + len(tail) * rule.page
-        self.live[row] = Row(prompt, n, floor, floor, n)
+        rule, count = self.layout.rule, len(windows)
+        n = count * rule.window + len(tail) * rule.page
+        self.live[row] = Row(prompt, n, rule.floor(prompt, count), count, n)
         for j, pages in enumerate(windows):
             self._point(row, self._sealed_slots(j, j + 1), pages)
-        for i, pages in enumerate(tail, floor * rule.window // rule.page):
+        for i, pages in enumerate(tail, count * rule.window // rule.page):
             self._point(row, self._full_ring(i), pages)
 
     def advance(self, targets: list[tuple[int, int]]) -> None:

@@ -1,18 +1,34 @@
 """bench/: loads, figures, medians, rows and curves of the experiments."""
 
 import csv
+from dataclasses import replace
 
 import pytest
 
-from bench import ablation, arrival, client, host_time, multi_turn, offline, shared_document
+from bench import (
+    ablation,
+    arrival,
+    client,
+    host_time,
+    multi_turn,
+    offline,
+    reclaim,
+    shared_document,
+)
 from bench.experiment import Bench, parser
-from bench.fleet import Pool, ours, stock
+from bench.fleet import Entry, Pool, ours, stock
 from bench.gate import Verdict
 from bench.gauge import read
 from bench.plots import Curve, lines
 from bench.report import Report, medians
+from bench.shapes import profile_plan
 from bench.subject import Subject
 from bench.words import word_tokenizer
+from tangram_sglang.backend.build import spare_pages
+from tangram_sglang.plan.described import plan_layout
+from tangram_sglang.plan.file import load_plan
+from tangram_sglang.plan.reclaim import ReclaimRule
+from tangram_sglang.settings import Settings
 
 POOL = Pool(100, 8)
 THEIRS, OURS = stock("triton", POOL), ours(0.25, None, POOL)
@@ -73,7 +89,12 @@ RESULT = {
     **{"duration": 2.0, "completed": 4, "ttfts": [3.0, 0.5, 5.0, 0.7]},
     **{"input_lens": [100, 120, 100, 120], "output_lens": [10] * 4},
     **{"cached_tokens": [0, 110, 0, 55]},
-    **{"mean_ttft_ms": 2300.0, "median_ttft_ms": 1850.0, "p99_ttft_ms": 5000.0},
+    **{
+        "median_itl_ms": 8.0,
+        "mean_ttft_ms": 2300.0,
+        "median_ttft_ms": 1850.0,
+        "p99_ttft_ms": 5000.0,
+    },
 }
 
 
@@ -189,11 +210,11 @@ def opened(tmp_path, *arguments: str, started: float = 0.0) -> Bench:
 
 
 def test_an_ablation_starts_with_what_the_gate_needs_and_changes_one_thing_a_step(tmp_path):
-    names = ("--steps", "uniform", "layer", "global", "--heads", "1", "16")
+    names = ("--steps", "uniform", "layer", "global", "map", "--heads", "1", "16")
     now = opened(tmp_path, "--settings", "WINDOW=64", *names)
     found = ablation.steps(now)
     assert [x.name for x in found] == [
-        *("flashinfer", "tangram 1", "uniform", "layer", "global", "H1", "H16"),
+        *("flashinfer", "tangram 1", "uniform", "layer", "global", "map", "H1", "H16"),
     ]
     assert {x.settings["TANGRAM_WINDOW"] for x in found[1:]} == {"64"}
     assert {x.settings["TANGRAM_POOL_BYTES"] for x in found[1:]} == {str(POOL.bytes)}
@@ -202,14 +223,39 @@ def test_an_ablation_starts_with_what_the_gate_needs_and_changes_one_thing_a_ste
         for x in found
     ]
     quarter, plan = {"TANGRAM_RETENTION": "0.25"}, {"TANGRAM_PLAN": str(tmp_path / "plan.json")}
+    equal = {"TANGRAM_SPLITS": "equal"}
     assert own[1:] == [
         {"TANGRAM_RETENTION": "1", **plan},
-        quarter,
-        {**quarter, **plan, "TANGRAM_GROUPING": "layer"},
-        {**quarter, **plan, "TANGRAM_GROUPING": "global"},
+        {**quarter, **equal},
+        {**quarter, **plan, **equal, "TANGRAM_GROUPING": "layer"},
+        {**quarter, **plan, **equal, "TANGRAM_GROUPING": "global"},
+        {**quarter, **plan, "TANGRAM_GROUPING": "global", "TANGRAM_SPLITS": "map"},
         {**quarter, **plan, "TANGRAM_GROUP_HEADS": "1"},
         {**quarter, **plan, "TANGRAM_GROUP_HEADS": "16"},
     ]
+
+
+def test_reservation_and_reclaim_differ_in_one_setting_and_get_the_same_pages(tmp_path):
+    now = opened(tmp_path, "--cpu")
+    found = reclaim.servers(now)
+    assert [x.name for x in found] == ["flashinfer", "tangram 1", "reserve", "reclaim"]
+    assert found[3].settings == {**found[2].settings, "TANGRAM_RESERVE": "uncompressed"}
+    # spare pages on a GPU: the books count what is left of the bytes
+    plan = profile_plan("qwen3-4b")
+    for window in ("", "1024"):
+        env = {"TANGRAM_PLAN": str(plan), "TANGRAM_RETENTION": "0.25", "TANGRAM_WINDOW": window}
+        layout = plan_layout(load_plan(plan), Settings.from_env(env), 9000)
+        rule = layout.rule
+        whole = ReclaimRule(rule.window, rule.recent, rule.page, rule.sinks, longest=9000)
+        more = spare_pages(replace(layout, rule=whole), "cuda") - spare_pages(layout, "cuda")
+        assert reclaim.spare_bytes(Entry("x", (), env), 9000) == more * layout.page_bytes(2) > 0
+
+
+def test_prefill_ends_with_the_last_first_token():
+    assert reclaim.figures(RESULT, 3.0, together=True)["prefill_s"] == 5
+    alone = reclaim.figures(RESULT, 1.0, together=False)
+    assert alone["prefill_tokens_per_s"] == 440 / 9.2
+    assert alone["mean_ttft_s"] == 2.3
 
 
 def test_lengths_are_scaled_and_graphs_reach_as_far_as_requests(tmp_path):

@@ -9,6 +9,7 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from tangram_sglang.backend import sealer, split_dispatch, splitter
 from tangram_sglang.backend.attention import TangramAttentionBackend
@@ -19,6 +20,7 @@ from tangram_sglang.backend.kv_pool import TangramKVPool
 from tangram_sglang.cache.store import PrefixStore
 from tangram_sglang.plan.drift import DriftRule
 from tangram_sglang.plan.layout import KVLayout
+from tangram_sglang.plan.reclaim import ReclaimRule
 from tangram_sglang.plan.serving import ServingPlan
 from tangram_sglang.plan.shape import LayerShape, ModelShape
 from tangram_sglang.plan.window import WindowRule
@@ -32,13 +34,22 @@ RULE = WindowRule(16, 8, 4, 2)
 class Side:
     """One backend over a pool of its own; both sides take the same steps and are watched."""
 
-    def __init__(self, backend, pages: int, spare: int, scorer="keydiff", watcher=None):
+    def __init__(
+        self,
+        backend,
+        pages: int,
+        spare: int,
+        scorer="keydiff",
+        watcher=None,
+        splits="map",
+        rule=RULE,
+    ):
         shape = ModelShape(
             tuple(LayerShape(i, Q_HEADS, HEADS, DIM, None, DIM**-0.5) for i in range(LAYERS))
         )
         layout = KVLayout.build(
             shape,
-            RULE,
+            rule,
             budgets=[0.3, 0.9, 0.5, 0.1],
             retention=0.5,
             per_group=2,
@@ -46,7 +57,9 @@ class Side:
             max_tokens=200,
         )
         self.device = GPU if backend is TangramCudaBackend else "cpu"
-        plan = ServingPlan("test", 0.5, scorer, create_scorer(scorer), None, layout, "none")
+        plan = ServingPlan(
+            "test", 0.5, scorer, create_scorer(scorer), None, layout, "none", splits=splits
+        )
         self.pool = TangramKVPool(
             plan,
             size=200,
@@ -98,11 +111,12 @@ def sides(monkeypatch):
         # the occupancy of a kernel is a GPU's
         monkeypatch.setattr(split_dispatch, "resident_programs", lambda *a, **k: 6)
 
-    def make(pages, scorer="keydiff", watchers=(None, None)):
-        spare = spare_pages(Side(TangramAttentionBackend, 400, 0).pool.plan.layout, "cuda")
+    def make(pages, scorer="keydiff", watchers=(None, None), splits="map", rule=RULE):
+        cpu = Side(TangramAttentionBackend, pages, 0, scorer, watchers[0], rule=rule)
+        spare = spare_pages(cpu.pool.plan.layout, "cuda")
         return (
-            Side(TangramAttentionBackend, pages, 0, scorer, watchers[0]),
-            Side(TangramCudaBackend, pages, spare, scorer, watchers[1]),
+            cpu,
+            Side(TangramCudaBackend, pages, spare, scorer, watchers[1], splits, rule),
         )
 
     return make
@@ -123,14 +137,18 @@ STEPS = [
 ]
 
 
-def run_both(cpu, gpu) -> int:
-    """Both sides through ``STEPS``, outputs compared; pages that steps read and gave away."""
+def run_both(cpu, gpu) -> tuple[int, list]:
+    """Both sides through ``STEPS``, outputs compared.
+
+    Returns:
+        Pages that steps read and gave away; q, k, v and outputs of each step, by layer.
+    """
     generator = torch.Generator().manual_seed(0)
     prompts = {1: 61, 2: 23}
     for side in (cpu, gpu):
         for row, prompt in prompts.items():
             side.pool.rows.open(row, prompt)
-    copied = 0
+    copied, seen = 0, []
     for targets, decode in STEPS:
         tokens = sum(n - cpu.pool.rows.live[row].n for row, n in targets)
         qkv = list(random_qkv(tokens, generator))
@@ -138,7 +156,8 @@ def run_both(cpu, gpu) -> int:
         copied += len(np.intersect1d(gpu.pool.rows.taken, _tails(gpu)))
         for a, b in zip(expected, found, strict=True):
             assert torch.allclose(a, b, atol=1e-5)
-    return copied
+        seen.append([(*x, out) for x, out in zip(qkv, found, strict=True)])
+    return copied, seen
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
@@ -154,7 +173,7 @@ def test_prefill_chunks_and_decode_equal_the_cpu_backend(sides, monkeypatch, sca
         cpu, gpu = sides(max(sum(layout.pages(n) for _, n in targets) for targets, _ in STEPS))
     # compiling is no compression
     assert gpu.pool.rows.tally.compression_s == 0
-    copied = run_both(cpu, gpu)
+    copied, _ = run_both(cpu, gpu)
     assert (copied > 0) == scarce
     assert gpu.pool.rows.tally.compression_s > 0
     for side in (cpu, gpu):
@@ -167,6 +186,39 @@ def test_prefill_chunks_and_decode_equal_the_cpu_backend(sides, monkeypatch, sca
 def test_scorers_without_a_kernel_of_their_own(sides, scorer):
     """In prefill and in decode; they get their windows' numbers from the host."""
     run_both(*sides(400, scorer))
+
+
+def test_prompts_held_whole_see_all_of_themselves_and_are_sealed_at_their_end(sides):
+    """In a pool of just the pages that are held: the last chunk seals into pages that it reads."""
+    rule = ReclaimRule(RULE.window, RULE.recent, RULE.page, RULE.sinks, longest=200)
+    layout = sides(400, rule=rule)[0].pool.plan.layout
+    assert [layout.pages(n, -61) for n in (60, 61)] == [2 * 15, 3 * layout.window_pages + 2 * 4]
+    held = (sum(layout.pages(n, -{1: 61, 2: 23}[row]) for row, n in step) for step, _ in STEPS)
+    cpu, gpu = sides(max(held), rule=rule)
+    copied, seen = run_both(cpu, gpu)
+    assert copied > 0
+    for side in (cpu, gpu):
+        side.pool.rows.check()
+    for layer in range(LAYERS):
+        # row 1's prompt in two chunks, all queries but the last
+        q, k, v, out = (torch.cat([seen[0][layer][i], seen[1][layer][i][:24]]) for i in range(4))
+        whole = scaled_dot_product_attention(
+            q.view(61, Q_HEADS, DIM).transpose(0, 1),
+            *(x.transpose(0, 1).repeat_interleave(Q_HEADS // HEADS, 0) for x in (k, v)),
+            is_causal=True,
+        )
+        whole = whole.transpose(0, 1).flatten(1)
+        assert torch.allclose(out[:60], whole[:60], atol=1e-5)
+        assert not torch.allclose(out[60], whole[60], atol=1e-3)
+
+
+def test_equal_splits_change_who_computes_and_not_what(sides):
+    cpu, gpu = sides(400, splits="equal")
+    run_both(cpu, gpu)
+    dispatch = gpu.backend._splits.of(2)[0]
+    assert not dispatch.stretched and (dispatch.splits[..., 1] == 2).all()
+    stretched = sides(400)[1].backend._splits.of(2)[0]
+    assert stretched.stretched and not (stretched.splits[..., 1] == 2).all()
 
 
 def test_many_rows_that_seal_in_one_step_do_so_in_parts(sides, monkeypatch):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tangram_sglang.plan.layout import KVLayout
+from tangram_sglang.plan.reclaim import ReclaimRule
 from tangram_sglang.plan.shape import LayerShape, ModelShape
 from tangram_sglang.plan.window import WindowRule
 from tangram_sglang.pool.ledger import Ledger
@@ -39,9 +40,13 @@ class RowMachine(RuleBasedStateMachine):
         recent=st.integers(0, 20),
         queries=st.integers(0, 16),
         scores=st.booleans(),
+        whole=st.booleans(),
     )
-    def build(self, sinks, recent, queries, scores):
-        self.layout = layout(WindowRule(16, recent, 4, sinks), queries=queries, scores=scores)
+    def build(self, sinks, recent, queries, scores, whole):
+        rule = WindowRule(16, recent, 4, sinks)
+        if whole:
+            rule, queries = ReclaimRule(16, recent, 4, sinks, longest=300), 0
+        self.layout = layout(rule, queries=queries, scores=scores)
         self.ledger = Ledger(600)
         self.rows = Rows(self.layout, self.ledger, 4)
 
@@ -60,7 +65,7 @@ class RowMachine(RuleBasedStateMachine):
             left = state.prompt - state.n
             n1 = state.n + (data.draw(st.integers(1, left)) if left > 0 else 1)
             targets.append((row, n1))
-            need += self.layout.pages(n1) - self.layout.pages(state.n)
+            need += self.layout.pages(n1, state.floor) - self.layout.pages(state.n, state.floor)
         if need > self.ledger.free:
             return
         tails = {row: self._tail(row) for row, _ in targets}
@@ -89,7 +94,8 @@ class RowMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def close(self, data):
         row = data.draw(st.sampled_from(sorted(self.rows.live)))
-        held = self.layout.pages(self.rows.live[row].n)
+        state = self.rows.live[row]
+        held = self.layout.pages(state.n, state.floor)
         free = self.ledger.free
         self.rows.close(row)
         assert self.ledger.free == free + held
@@ -106,10 +112,11 @@ class RowMachine(RuleBasedStateMachine):
             self.rows.check()
 
     def _tail(self, row):
-        n = self.rows.live[row].n
+        state = self.rows.live[row]
+        spans = [self.rows._tail_span(kind, state.n, state.floor) for kind in self.layout.kinds]
         return [
-            self.rows.table[row, self.rows._ring(kind, *self.rows._tail_span(kind, n, 0))]
-            for kind in self.layout.kinds
+            self.rows.table[row, self.rows._ring(kind, *span)]
+            for kind, span in zip(self.layout.kinds, spans, strict=True)
         ]
 
     def _queries(self, row):
@@ -118,7 +125,8 @@ class RowMachine(RuleBasedStateMachine):
         return {j: self.rows.table[row, self.rows._query_slots((j,))] for j in windows}
 
     def _sealed(self, row):
-        sealed = self.layout.rule.sealed(self.rows.live[row].n)
+        state = self.rows.live[row]
+        sealed = self.layout.rule.sealed(state.n, state.floor)
         offset, per_window = self.layout.table_offset, self.layout.kept // self.layout.rule.page
         return [
             self.rows.table[row, offset[g] : offset[g] + sealed * per_window[g]].copy()
@@ -202,6 +210,20 @@ def test_demand_bounds_what_a_row_holds_on_every_step_of_its_way(
         free = sum(t >= sole_from for t in gone) * form.num_full
         held.append(rows.private(state, x) - free)
     assert rows.demand(state, n + ahead, sole_from) == max(held) - held[0]
+
+
+@given(
+    prompt=st.integers(1, 200),
+    start=st.integers(0, 260),
+    ahead=st.integers(1, 150),
+    recent=st.integers(0, 40),
+)
+def test_demand_of_a_prompt_held_whole_bounds_its_way(prompt, start, ahead, recent):
+    form = layout(ReclaimRule(16, recent, 4, 2, longest=400), shape=FULL)
+    rows, floor = Rows(form, Ledger(10), 1), -prompt
+    held = [form.pages(x, floor) for x in range(start, start + ahead + 1)]
+    assert rows.demand(Row(prompt, start, floor), start + ahead, 0) == max(held) - held[0]
+    assert form.prompt_pages(prompt) == max(form.pages(x, floor) for x in range(prompt + 1))
 
 
 @pytest.mark.parametrize(("shape", "floor"), [(SHAPE, 0), (FULL, 0), (FULL, 3)])
