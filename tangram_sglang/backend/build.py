@@ -86,11 +86,14 @@ class TangramPoolConfigurator(MemoryPoolConfigurator):
 
 
 def spare_pages(layout: KVLayout, device: str) -> int:
-    """Pages beside the books: a row's raw tails on a GPU, none on a CPU, which copies elsewhere.
+    """Pages beside the books: what a row holds raw on a GPU, none on a CPU, which copies elsewhere.
 
-    Sliding windows included: a chunk in a full pool gets the pages of the tokens it slides past.
+    Sliding windows included: a chunk in a full pool gets the pages of the tokens it slides past. And
+    queries: they are given back with the windows that they score.
     """
-    return 0 if device == "cpu" else int(layout.ring_slots.sum())
+    if device == "cpu":
+        return 0
+    return int(layout.ring_slots.sum()) + layout.queries.slots * layout.queries.pages
 
 
 def build_req_pool(kvc: Any, rows: int, extra_tokens: int) -> TangramReqToTokenPool:

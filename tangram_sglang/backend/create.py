@@ -45,9 +45,9 @@ def create_backend(model_runner) -> AttentionBackend:
             plan.layout.retention_held,
             plan.retention,
         )
-    watcher = _watcher(model_runner)
+    watcher, gates = _watcher(model_runner), _gates(model_runner, plan)
     if model_runner.device == "cpu":
-        return TangramAttentionBackend(model_runner, watcher, _gates(model_runner, plan))
+        return TangramAttentionBackend(model_runner, watcher, gates)
     if torch.version.hip is not None:
         raise TangramError(
             "tangram's kernels are made for NVIDIA GPUs, this torch is built for AMD ones: choose "
@@ -55,7 +55,7 @@ def create_backend(model_runner) -> AttentionBackend:
         )
     from tangram_sglang.backend.cuda_attention import TangramCudaBackend
 
-    return TangramCudaBackend(model_runner, watcher)
+    return TangramCudaBackend(model_runner, watcher, gates)
 
 
 def _gates(model_runner, plan: ServingPlan) -> GateScores | None:

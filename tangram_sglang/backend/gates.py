@@ -9,6 +9,9 @@ from functools import partial
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import (
+    is_in_breakable_cuda_graph,
+)
 from torch import nn
 
 from tangram_sglang.errors import TangramError
@@ -32,6 +35,8 @@ class GateScores:
     def __init__(self, layers: list[int], rows: int, heads: int, device: torch.device | str):
         self._fixed = {x: torch.zeros(rows, heads, device=device) for x in layers}
         self._latest: dict[int, torch.Tensor] = {}
+        # most tokens of a step that SGLang's breakable graphs captured
+        self._captured: dict[int, int] = {}
 
     def put(self, layer: int, scores: torch.Tensor) -> None:
         """Leave ``scores`` [T, H] for the attention of the same layer in the same step."""
@@ -41,10 +46,15 @@ class GateScores:
         else:
             self._latest[layer] = fixed[: len(scores)]
             self._latest[layer].copy_(scores)
+            if is_in_breakable_cuda_graph():
+                self._captured[layer] = max(len(scores), self._captured.get(layer, 0))
 
     def take(self, layer: int, tokens: int) -> torch.Tensor:
         """Scores of this step's first ``tokens`` tokens, [tokens, H]; once."""
         found = self._latest.pop(layer, None)
+        if found is None and layer in self._captured and is_in_breakable_cuda_graph():
+            # attention runs between the parts of the graph, which wrote the scores without the hook
+            found = self._fixed[layer][: self._captured[layer]]
         if found is None or len(found) < tokens:
             raise RuntimeError(
                 f"layer {layer}: attention of {tokens} tokens, and "
