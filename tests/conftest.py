@@ -15,7 +15,14 @@ from hypothesis import settings
 # know when it is first imported and our kernels when they are. Child processes (servers) get the
 # environment as it was: SGLang must not run interpreted.
 KERNELS = ("decode", "decode_spans", "dispatch", "gate_pages", "merge", "prefill", "query_pages")
-KERNELS += ("raw_write", "score_expected_attention", "score_keydiff", "seal_write", "select", "table")
+KERNELS += (
+    "raw_write",
+    "score_expected_attention",
+    "score_keydiff",
+    "seal_write",
+    "select",
+    "table",
+)
 KERNELS += ("tails",)
 if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     os.environ["TRITON_INTERPRET"] = "1"
