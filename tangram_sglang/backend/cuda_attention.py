@@ -27,7 +27,8 @@ from tangram_sglang.backend.head_index import LayerIndex, head_indices
 from tangram_sglang.backend.model_shape import model_shape
 from tangram_sglang.backend.pieces import step_pieces
 from tangram_sglang.backend.scorer_pages import ScorerPages
-from tangram_sglang.backend.sealer import Fresh, Sealer
+from tangram_sglang.backend.seal_inputs import Fresh
+from tangram_sglang.backend.sealer import Sealer
 from tangram_sglang.backend.split_dispatch import SplitDispatch
 from tangram_sglang.backend.splitter import Splitter
 from tangram_sglang.backend.warm_up import warm_up

@@ -7,7 +7,7 @@ writes of a decode step are the same in every replay of a captured graph.
 import torch
 
 from tangram_sglang.backend.kv_pool import TangramKVPool
-from tangram_sglang.backend.sealer import SealHeads
+from tangram_sglang.backend.seal_inputs import SealHeads
 from tangram_sglang.kernels.decode_spans import decode_spans
 from tangram_sglang.kernels.gate_pages import GatePlace, write_gates
 from tangram_sglang.kernels.query_pages import write_queries

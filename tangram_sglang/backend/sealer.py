@@ -2,15 +2,14 @@
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from tangram_sglang.backend.device_clock import DeviceClock
 from tangram_sglang.backend.kv_pool import TangramKVPool
+from tangram_sglang.backend.seal_inputs import Fresh, SealHeads
 from tangram_sglang.kernels.gate_pages import GatePlace, gather_gates
 from tangram_sglang.kernels.query_pages import gather_queries
-from tangram_sglang.kernels.raw_rows import HeadIndex
 from tangram_sglang.kernels.score_expected_attention import (
     expected_queries,
     score_expected_attention,
@@ -25,60 +24,6 @@ from tangram_sglang.score.keydiff import KeyDiff
 
 # bytes of scores and copies held at a time: many rows may seal in one decode step, in all layers
 SCRATCH = 1 << 28
-
-
-@dataclass(frozen=True, slots=True)
-class SealHeads:
-    """Full-attention heads that are sealed together: those of a layer, or all.
-
-    Attributes:
-        index: where they live.
-        span: their place among all full-attention heads, in global head order.
-        most: largest kept count.
-    """
-
-    index: HeadIndex
-    span: slice
-    most: int
-
-    def part(self, first: int, end: int) -> "SealHeads":
-        """Heads ``first..end`` of these."""
-        index = HeadIndex(*(x[first:end] for x in self.index))
-        start = self.span.start
-        return SealHeads(index, slice(start + first, start + end), self.most)
-
-
-@dataclass(frozen=True, slots=True)
-class Fresh:
-    """A step's own tokens in some heads; anything where no window has any of them.
-
-    Attributes:
-        k, v: [T, H, D].
-        q: [T, H * r, D], query heads of a KV head side by side, where the scorer reads them.
-        gate: [T, H] fp32 gate scores, likewise.
-    """
-
-    k: torch.Tensor
-    v: torch.Tensor
-    q: torch.Tensor | None = None
-    gate: torch.Tensor | None = None
-
-    @classmethod
-    def nothing(cls, pool: torch.Tensor, heads: int, ratio: int) -> "Fresh":
-        """No token of ``heads`` heads."""
-        kv = pool.new_empty(0, heads, pool.shape[-1])
-        q = pool.new_empty(0, heads * ratio, pool.shape[-1])
-        return cls(kv, kv, q, torch.empty(0, heads, device=pool.device))
-
-    def part(self, first: int, end: int) -> "Fresh":
-        """The same of heads ``first..end``."""
-        q, gate = self.q, self.gate
-        if q is not None:
-            ratio = q.shape[1] // self.k.shape[1]
-            q = q[:, first * ratio : end * ratio]
-        if gate is not None:
-            gate = gate[:, first:end]
-        return Fresh(self.k[:, first:end], self.v[:, first:end], q, gate)
 
 
 class Sealer:

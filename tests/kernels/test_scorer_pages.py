@@ -12,7 +12,7 @@ from tangram_sglang.backend.pieces import step_pieces
 from tangram_sglang.backend.query_pages import QueryPages
 from tangram_sglang.backend.score_pages import ScorePages
 from tangram_sglang.backend.scorer_pages import ScorerPages
-from tangram_sglang.backend.sealer import SealHeads
+from tangram_sglang.backend.seal_inputs import SealHeads
 from tangram_sglang.kernels.gate_pages import GatePlace, gather_gates
 from tangram_sglang.kernels.query_pages import BLOCK, gather_queries
 from tangram_sglang.kernels.records import raw_spans, seal_units
