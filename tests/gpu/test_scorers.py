@@ -28,16 +28,15 @@ def test_graphs_equal_eager_steps(llama, tmp_path, scorer):
     more = {"logprobs": True, "top_logprobs": 2}
     turn = Req(random_tokens(25, seed=9), 40, rid="t-", after="r0-", continues=True, **more)
     reqs = [*requests(), turn]
-    eager = on_gpu(folder, reqs, env=env, cuda_graph_backend_decode="disabled")
+    run = {"env": env, "chunked_prefill_size": 128}
+    eager = on_gpu(folder, reqs, cuda_graph_backend_decode="disabled", **run)
     graphs = on_gpu(
         folder,
         reqs,
-        env=env,
-        overlap=True,
         on_step=forbid_waits,
         cuda_graph_max_bs_decode=8,
         disable_prefill_cuda_graph=False,
-        chunked_prefill_size=128,
+        **run,
     )
     assert graphs["t-"].cached_tokens > 64
     assert graphs.collected["decode_steps"] >= 60
@@ -47,7 +46,7 @@ def test_graphs_equal_eager_steps(llama, tmp_path, scorer):
 def test_gate_scores_are_rounded_as_on_a_cpu():
     """Ties of equal tokens depend on it."""
     gate = torch.rand(2, 4096, generator=torch.Generator().manual_seed(0))
-    gate = gate.ldexp(-torch.arange(4096) % 100).float()
+    gate = gate.ldexp(-(torch.arange(4096) % 100))
     scorer = create_scorer("fastkvzip")
 
     def scores(device):
