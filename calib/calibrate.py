@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from tangram_sglang import __version__
 from tangram_sglang.calib.profiles import DRIFT, drift_limits, plan_budgets, queries_of
 from tangram_sglang.calib.query_stats import save_query_stats
 from tangram_sglang.calib.run_folder import RunFolder
 from tangram_sglang.calib.stages import RANK
-from tangram_sglang.calib.targets import check_stats, plan_path, stats_path
+from tangram_sglang.calib.targets import check_beside, gates_path, plan_path, stats_path
 from tangram_sglang.errors import TangramError
 from tangram_sglang.plan.file import (
     FORMAT,
@@ -31,6 +33,7 @@ from tangram_sglang.plan.file import (
     load_plan,
     save_plan,
 )
+from tangram_sglang.plan.gates import GateFile, check_layers
 from tangram_sglang.plan.model_config import model_config
 from tangram_sglang.plan.stats import load_query_stats
 
@@ -45,11 +48,15 @@ class Recipe:
         retentions: one plan for each.
         scope: ``global`` or ``layer``.
         alpha: room above the mean in standard deviations.
+        selection: scorer that picks tokens when serving; None for the one that was measured with.
+        gates: what it reads, if it does.
     """
 
     retentions: tuple[float, ...]
     scope: str
     alpha: float
+    selection: str | None = None
+    gates: GateFile | None = None
 
 
 def feed(url: str, prompt: Sequence[int]) -> None:
@@ -71,7 +78,7 @@ def feed(url: str, prompt: Sequence[int]) -> None:
 def write_plans(
     folder: RunFolder, out: Path, hf_config: Any, recipe: Recipe, overwrite: bool = False
 ) -> list[Path]:
-    """Write one plan per retention and the statistics they share; returns the plans' paths.
+    """Write one plan per retention and the files they share; returns the plans' paths.
 
     Args:
         folder: a finished run.
@@ -82,6 +89,8 @@ def write_plans(
     """
     run, queries = folder.run, queries_of(folder)
     stats = stats_path(out, run.model)
+    if recipe.gates is not None:
+        check_layers(recipe.gates, queries.shape)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix=".calibrate-") as scratch:
         made = Path(scratch) / stats.name
@@ -89,8 +98,14 @@ def write_plans(
         load_query_stats(made, stats_hash, queries.shape)
         if not overwrite:
             written = [plan_path(out, run.model, rho) for rho in recipe.retentions]
-            check_stats(out, run.model, stats_hash, written)
+            check_beside("stats", stats, stats_hash, written)
         shutil.move(made, stats)
+    selection = Selection(recipe.selection or run.selection, stats.name, stats_hash)
+    if recipe.gates is not None:
+        gates = gates_path(out, run.model)
+        if recipe.gates.path.resolve() != gates.resolve():
+            shutil.copyfile(recipe.gates.path, gates)
+        selection = replace(selection, gates_file=gates.name, gates_hash=recipe.gates.sha256)
     config = model_config(hf_config)
     paths = []
     for retention in recipe.retentions:
@@ -109,7 +124,7 @@ def write_plans(
                 samples=found.samples,
                 corpus_hash=run.corpus_hash,
             ),
-            selection=Selection(run.selection, stats.name, stats_hash),
+            selection=selection,
             layers=[x.layer_id for x in queries.shape.layers],
             budgets=[round(float(x), 5) for x in found.budgets],
             spread=[round(float(x), 5) for x in found.spread],

@@ -111,11 +111,14 @@ def _draw(tables: Sequence[Table], out: Path) -> set[str]:
 
 
 def _facts(run: Run, recipe: Recipe) -> str:
+    picked = run.selection
+    if recipe.selection not in (None, picked):
+        picked = f"{recipe.selection}, errors were measured with {picked}"
     return (
         f"Profiles {', '.join(run.profiles)}; scope {recipe.scope}; alpha {recipe.alpha:g}; window "
         f"{run.window}; {len(run.tokens)} texts of {len({kind for kind, _ in run.texts})} kinds, "
         f"{sum(run.tokens)} tokens, corpus {run.corpus_hash[:12]}; tokens are picked by "
-        f"{run.selection}."
+        f"{picked}."
     )
 
 

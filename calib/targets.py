@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
+
+import msgspec
 
 from tangram_sglang.calib.run_folder import Run
 from tangram_sglang.errors import TangramError
@@ -16,8 +19,18 @@ def stats_path(out: Path, model: str) -> Path:
     return out / f"{model.lower()}-query-stats.safetensors"
 
 
+def gates_path(out: Path, model: str) -> Path:
+    return out / f"{model.lower()}-gates.safetensors"
+
+
 def check_targets(
-    out: Path, run: Run, retentions: Sequence[float], scope: str, alpha: float
+    out: Path,
+    run: Run,
+    retentions: Sequence[float],
+    scope: str,
+    alpha: float,
+    selection: str,
+    gates_hash: str | None = None,
 ) -> None:
     """TangramError where a plan would take the place of another; nothing is measured before."""
     paths = [plan_path(out, run.model, rho) for rho in retentions]
@@ -36,6 +49,8 @@ def check_targets(
             "alpha": alpha,
             "window": run.window,
             "corpus_hash": run.corpus_hash,
+            "scorer": selection,
+            "gates_hash": gates_hash,
         }
         found = _facts(path, wanted)
         if found != wanted:
@@ -47,16 +62,18 @@ def check_targets(
             )
 
 
-def check_stats(out: Path, model: str, stats_hash: str, written: Sequence[Path]) -> None:
-    """TangramError where plans beside those ``written`` name other statistics of the same name."""
-    name = stats_path(out, model).name
-    for path in sorted(out.glob("*.json")):
-        plan = _plan(path)
-        if path in written or plan is None or plan.selection.stats_file != name:
+def check_beside(
+    kind: Literal["stats", "gates"], target: Path, sha256: str, written: Sequence[Path]
+) -> None:
+    """TangramError where plans beside those ``written`` name another file by the name of ``target``."""
+    what = {"stats": "query statistics", "gates": "gates"}[kind]
+    for path in sorted(target.parent.glob("*.json")):
+        plan = None if path in written else _plan(path)
+        if plan is None or getattr(plan.selection, f"{kind}_file") != target.name:
             continue
-        if plan.selection.stats_hash != stats_hash:
+        if getattr(plan.selection, f"{kind}_hash") != sha256:
             raise TangramError(
-                f"{path} belongs to other query statistics, which {name} of this calibration would "
+                f"{path} belongs to other {what}, which {target.name} of this calibration would "
                 "overwrite; choose another --out (all measurements are kept), or give --overwrite"
             )
 
@@ -70,4 +87,7 @@ def _plan(path: Path) -> PlanFile | None:
 
 def _facts(path: Path, wanted: dict) -> dict:
     plan = _plan(path)
-    return {} if plan is None else {name: getattr(plan.calibration, name) for name in wanted}
+    if plan is None:
+        return {}
+    said = {**msgspec.structs.asdict(plan.selection), **msgspec.structs.asdict(plan.calibration)}
+    return {name: said[name] for name in wanted}

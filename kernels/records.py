@@ -33,6 +33,9 @@ class Piece:
             the groups of one kind.
         old_pages: old raw pages in each group.
         old_first: position of the first token of the first old page.
+        queries: start, in the same list, of the pages of queries of the windows from its first
+            unsealed one on; of those that the step seals and found begun.
+        query_pages: pages of one window's queries.
     """
 
     row: int
@@ -43,6 +46,8 @@ class Piece:
     old: int
     old_pages: int
     old_first: int
+    queries: int = 0
+    query_pages: int = 0
 
 
 def prefill_tiles(
@@ -102,13 +107,17 @@ def seal_units(pieces: Sequence[Piece], rule: WindowRule) -> np.ndarray:
     """Windows that the step seals.
 
     Returns:
-        [units, UNIT_FIELDS] int32: row, window, n0, piece first, old, old_pages, old_first, 0.
+        [units, UNIT_FIELDS] int32: row, window, n0, piece first, old, old_pages, old_first, first page
+        of the window's queries in the list of old pages (anything, if all of them are the step's own).
     """
-    units = [
-        (p.row, window, p.n0, p.first, p.old, p.old_pages, p.old_first, 0)
-        for p in pieces
-        for window in range(rule.sealed(p.n0, p.floor), rule.sealed(p.n1, p.floor))
-    ]
+    units = []
+    for p in pieces:
+        s0, s1 = rule.sealed(p.n0, p.floor), rule.sealed(p.n1, p.floor)
+        units += [
+            (p.row, window, p.n0, p.first, p.old, p.old_pages, p.old_first,
+             p.queries + (window - s0) * p.query_pages)
+            for window in range(s0, s1)
+        ]  # fmt: skip
     return np.array(units, dtype=np.int32).reshape(-1, UNIT_FIELDS)
 
 

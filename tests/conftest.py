@@ -14,8 +14,16 @@ from hypothesis import settings
 # Without a GPU the Triton kernels run in Triton's interpreter, which Triton's own library must
 # know when it is first imported and our kernels when they are. Child processes (servers) get the
 # environment as it was: SGLang must not run interpreted.
-KERNELS = ("decode", "dispatch", "merge", "prefill", "raw_write", "score_expected_attention")
-KERNELS += ("score_keydiff", "seal_write", "select", "table", "tails")
+KERNELS = ("decode", "decode_spans", "dispatch", "gate_pages", "merge", "prefill", "query_pages")
+KERNELS += (
+    "raw_write",
+    "score_expected_attention",
+    "score_keydiff",
+    "seal_write",
+    "select",
+    "table",
+)
+KERNELS += ("tails",)
 if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     os.environ["TRITON_INTERPRET"] = "1"
     for name in ("triton.experimental.gluon", *(f"tangram_sglang.kernels.{x}" for x in KERNELS)):

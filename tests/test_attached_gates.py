@@ -7,6 +7,7 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch import nn
 
+from tangram_sglang.backend import gates
 from tangram_sglang.backend.gates import GateScores, attach_gates
 from tangram_sglang.errors import TangramError
 from tangram_sglang.plan.file import ModelSpec
@@ -30,10 +31,10 @@ def model_of(*layers: Attention) -> nn.Module:
 
 
 def gate_file(layers) -> GateFile:
-    gates = random_gates(tiny_llama(layers=len(layers)))
+    trained = random_gates(tiny_llama(layers=len(layers)))
     model = ModelSpec("tiny", {}, "")
     about = Description("", "", model, list(layers), Architecture(5, 3), {}, "")
-    return GateFile(Path("g"), gates, about, "")
+    return GateFile(Path("g"), trained, about, "")
 
 
 def test_a_hook_leaves_the_scores_of_what_is_projected():
@@ -60,6 +61,29 @@ def test_scores_stay_where_they_are_from_step_to_step():
         found.put(3, torch.rand(tokens, HEADS))
         places.add(found.take(3, tokens).data_ptr())
     assert len(places) == 1
+
+
+def test_graphs_that_break_at_attention_replay_without_the_hook(monkeypatch):
+    """Each replay finds what its graph wrote, at any captured size, larger ones than rows included."""
+    found = GateScores([3], rows=2, heads=HEADS, device="cpu")
+    found.put(3, torch.ones(2, HEADS))
+    decoded = found.take(3, 2)
+    monkeypatch.setattr(gates, "is_in_breakable_cuda_graph", lambda: True)
+    with pytest.raises(RuntimeError, match="0 went through"):
+        found.take(3, 1)
+    places = []
+    for tokens in (8, 4):
+        found.put(3, torch.rand(tokens, HEADS))
+        places.append(found.take(3, tokens))
+    # a replay, in which the graph of 8 tokens writes where it wrote when it was captured
+    replayed = torch.rand(8, HEADS)
+    places[0].copy_(replayed)
+    assert torch.equal(found.take(3, 7), replayed[:7])
+    assert torch.equal(found.take(3, 3), replayed[:3])
+    monkeypatch.setattr(gates, "is_in_breakable_cuda_graph", lambda: False)
+    with pytest.raises(RuntimeError, match="0 went through"):
+        found.take(3, 1)
+    assert (decoded == 1).all()
 
 
 def test_padding_is_left_out_and_what_is_missing_is_no_score():

@@ -12,10 +12,13 @@ import pytest
 from tangram_sglang.calib.texts import calibration_prompts, corpus_hash
 from tangram_sglang.cli import calibrate, main
 from tangram_sglang.plan.file import check_model, load_plan
+from tangram_sglang.plan.gates import save_gates
 from tangram_sglang.plan.model_config import model_config
+from tangram_sglang.plan.serving import serving_plan
 from tangram_sglang.plan.stats import load_query_stats
+from tangram_sglang.settings import Settings
 from tests.calib_stand_in import RULE, SHAPE, StandIn
-from tests.reference.tiny import save, tiny_llama
+from tests.reference.tiny import random_gates, save, tiny_llama
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +114,39 @@ def test_budgets_come_from_scorers_that_read_queries_too(model, tmp_path, monkey
     assert plan.selection.scorer == "snapkv" and len(set(plan.budgets)) == 4
 
 
+def test_a_plan_that_names_its_gates_serves_without_a_setting(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(calibrate, "Server", StandIn)
+    theirs = tmp_path / "trained.safetensors"
+    llama, out = tiny_llama(seed=1), tmp_path / "plans"
+    config = calibrate._load(str(model))[1]
+
+    def train(seed):
+        about = {"layers": [0, 1], "model": "tiny", "hf_config": config}
+        gates = random_gates(llama, seed=seed)
+        save_gates(theirs, gates, **about, recipe={}, corpus_hash="0" * 64)
+
+    train(1)
+    asked = ("--select", "fastkvzip", "--gates", theirs, "--budgets-from", "error")
+    assert run(model, out, *asked) == 0
+    paths = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(paths) == 2
+    for path in paths:
+        found = serving_plan(Settings(plan=str(path)), config, SHAPE, 1024, "cpu")
+        assert found.scorer_name == "fastkvzip"
+        assert found.gates.path == out / "tiny-llama-gates.safetensors"
+        assert found.gates.path.read_bytes() == theirs.read_bytes()
+    # repeated it measures nothing, and reads what it copied
+    monkeypatch.setattr(calibrate, "Server", None)
+    assert run(model, out, *asked[:3], found.gates.path, *asked[4:]) == 0
+    assert run(model, out, "--budgets-from", "error") == 2
+    assert "its scorer is fastkvzip, here it is expected_attention" in capsys.readouterr().err
+    train(2)
+    assert run(model, out, *asked, "--retention", "0.4") == 2
+    assert "belongs to other gates, which tiny-llama-gates.safetensors" in capsys.readouterr().err
+    assert run(model, out, *asked, "--overwrite") == 0
+    assert load_plan(paths[0]).selection.gates_hash != found.gates.sha256
+
+
 def test_windows_that_the_server_does_not_show_are_missed(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(calibrate, "Server", StandIn)
     monkeypatch.setattr(StandIn, "forgets", True)
@@ -159,7 +195,16 @@ def test_a_prompt_that_is_refused_says_why(model, tmp_path, monkeypatch, capsys)
         pytest.param(["--alpha", "-1"], "expected a number of at least 0", id="alpha"),
         pytest.param(["--scope", "head"], "invalid choice: 'head'", id="scope"),
         pytest.param(["--budgets-from", "snap"], "unknown scorer 'snap'", id="scorer"),
-        pytest.param(["--select", "fastkvzip"], "fastkvzip reads gates", id="gates"),
+        pytest.param(["--select", "fastkvzip"], "fastkvzip reads gates, name", id="no gates"),
+        pytest.param(["--gates", "g"], "expected_attention reads none; drop it", id="gates unread"),
+        pytest.param(
+            ["--budgets-from", "fastkvzip"],
+            "with: calibrate with another one",
+            id="gates as profile",
+        ),
+        pytest.param(
+            ["--select", "fastkvzip", "--gates", "/no/gates"], "/no/gates cannot be read", id="lost"
+        ),
         pytest.param(["--select", "error"], "unknown scorer 'error'", id="error picks nothing"),
         pytest.param(
             ["--retention", "0.3,0.30000001"],

@@ -54,8 +54,8 @@ def llama(tmp_path_factory):
     return save(tiny_llama(seed=6), tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize("turns", [2, 3, 4])
-def test_second_turns_of_one_step_move_one_tail_between_them(turns):
+@pytest.mark.parametrize(("turns", "queries"), [(2, 0), (3, 0), (4, 0), (3, 4)])
+def test_second_turns_of_one_step_move_one_tail_between_them(turns, queries):
     """Each would fit with the pages that it sets free by sealing its own cached tail."""
     full = ModelShape(tuple(LayerShape(i, 3, 3, 8, None, 1.0) for i in range(3)))
     layout = KVLayout.build(
@@ -67,6 +67,8 @@ def test_second_turns_of_one_step_move_one_tail_between_them(turns):
         grouping="global",
         max_tokens=300,
     )
+    if queries:
+        layout = layout.with_queries(full, queries)
     most = 0
     for pages in range(30, 50 * turns):
         lost, admitted = _second_turns(layout, pages, turns)
@@ -116,7 +118,7 @@ def _second_turns(layout: KVLayout, pages: int, turns: int) -> tuple[int, int]:
         windows, tail = ([x.pages for x in part] for part in (locks[row].windows, locks[row].tail))
         rows.open(row, 80, windows, tail)
     rows.advance(targets)
-    read = [pages.ravel() for step in rows.granted for pages in step.tail]
+    read = [pages.ravel() for step in rows.granted for pages in (*step.tail, *step.queries)]
     return len(np.intersect1d(np.concatenate([*read, []]), rows.taken)), len(targets)
 
 
@@ -143,11 +145,37 @@ def test_a_prompt_that_fills_a_pool_with_sliding_layers_takes_the_pages_it_slide
         grouping="global",
         max_tokens=300,
     )
-    rows, most = Rows(layout, Ledger(layout.peak_pages(250)), 1), 0
+    lost, _ = _lost(layout)
+    assert layout.num_full * layout.rule.tail_pages < lost
+
+
+def test_a_prompt_that_fills_a_pool_takes_pages_of_queries_it_scores():
+    """Windows are sealed long after their end, so that several hold all of their queries."""
+    shape = ModelShape(tuple(LayerShape(i, 4, 2, 8, None, 1.0) for i in range(3)))
+    layout = KVLayout.build(
+        shape,
+        WindowRule(16, 56, 4, 2),
+        budgets=[0.1] * 6,
+        retention=0.25,
+        per_group=2,
+        grouping="global",
+        max_tokens=300,
+    ).with_queries(shape, 16)
+    assert layout.queries.slots == 5
+    lost, queries = _lost(layout)
+    assert lost > queries > 0
+
+
+def _lost(layout: KVLayout) -> tuple[int, int]:
+    """Most pages that a chunk in a full pool reads and hands out; most of queries among them."""
+    rows, found = Rows(layout, Ledger(layout.peak_pages(250)), 1), []
     rows.spare = spare_pages(layout, "cuda")
     rows.open(1, 250)
     for n in range(50, 251, 50):
         rows.advance([(1, n)])
-        read = np.concatenate([pages.ravel() for pages in rows.granted[0].tail])
-        most = max(most, len(np.intersect1d(read, rows.taken)))
-    assert layout.num_full * layout.rule.tail_pages < most <= rows.spare
+        step = rows.granted[0]
+        reads = [x.ravel() for x in step.tail], [*step.queries, np.empty(0, np.int32)]
+        tails, queries = (len(np.intersect1d(np.concatenate(x), rows.taken)) for x in reads)
+        assert tails + queries <= rows.spare
+        found.append((tails + queries, queries))
+    return max(x for x, _ in found), max(x for _, x in found)

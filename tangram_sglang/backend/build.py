@@ -86,16 +86,19 @@ class TangramPoolConfigurator(MemoryPoolConfigurator):
 
 
 def spare_pages(layout: KVLayout, device: str) -> int:
-    """Pages beside the books: a row's raw tails on a GPU, none on a CPU, which copies elsewhere.
+    """Pages beside the books: what a row holds raw on a GPU, none on a CPU, which copies elsewhere.
 
-    Sliding windows included: a chunk in a full pool gets the pages of the tokens it slides past. And no
-    more than a step can take in place of them: tails are long where prompts are held whole.
+    Sliding windows included: a chunk in a full pool gets the pages of the tokens it slides past. Queries
+    too: they are given back with the windows that they score. And no more than a step can take in place
+    of them: tails are long where prompts are held whole.
     """
+    if device == "cpu":
+        return 0
     full, rule = slice(layout.num_full), layout.rule
     tails = layout.ring_slots.copy()
     taken = layout.sealed_slots[full] + rule.pages(rule.window + rule.recent)
     tails[full] = np.minimum(tails[full], taken)
-    return 0 if device == "cpu" else int(tails.sum())
+    return int(tails.sum()) + layout.queries.slots * layout.queries.pages
 
 
 def build_req_pool(kvc: Any, rows: int, extra_tokens: int) -> TangramReqToTokenPool:

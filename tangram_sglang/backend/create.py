@@ -50,9 +50,9 @@ def create_backend(model_runner) -> AttentionBackend:
             "tangram: TANGRAM_RESERVE=uncompressed holds every prompt whole until it ends and shares no "
             "prefixes; an experiment to compare with, not for production"
         )
-    watcher = _watcher(model_runner)
+    watcher, gates = _watcher(model_runner), _gates(model_runner, plan)
     if model_runner.device == "cpu":
-        return TangramAttentionBackend(model_runner, watcher, _gates(model_runner, plan))
+        return TangramAttentionBackend(model_runner, watcher, gates)
     if torch.version.hip is not None:
         raise TangramError(
             "tangram's kernels are made for NVIDIA GPUs, this torch is built for AMD ones: choose "
@@ -60,7 +60,7 @@ def create_backend(model_runner) -> AttentionBackend:
         )
     from tangram_sglang.backend.cuda_attention import TangramCudaBackend
 
-    return TangramCudaBackend(model_runner, watcher)
+    return TangramCudaBackend(model_runner, watcher, gates)
 
 
 def _gates(model_runner, plan: ServingPlan) -> GateScores | None:

@@ -7,6 +7,7 @@ A forward step, all of it on the forward stream:
     3. decode: seal, over all layers at once, the windows that the step before completed
     4. layer by layer. Prefill: seal what completes, attend, write the raw tail.
        Decode, in the CUDA graph: write the token and attend.
+       Both write what the scorer will read beside K and V: queries, gate scores.
 
 Nothing in it waits for the device. In the graph lengths come from ``seq_lens`` and ``n_win``;
 no kernel reads what the scheduler writes, so the scheduler need not wait for a replay.
@@ -21,9 +22,12 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from tangram_sglang.backend.attention import require_own_kv
 from tangram_sglang.backend.device_clock import DeviceClock
 from tangram_sglang.backend.device_table import DeviceTable
+from tangram_sglang.backend.gates import GateScores
 from tangram_sglang.backend.head_index import LayerIndex, head_indices
 from tangram_sglang.backend.model_shape import model_shape
 from tangram_sglang.backend.pieces import step_pieces
+from tangram_sglang.backend.scorer_pages import ScorerPages
+from tangram_sglang.backend.seal_inputs import Fresh
 from tangram_sglang.backend.sealer import Sealer
 from tangram_sglang.backend.split_dispatch import SplitDispatch
 from tangram_sglang.backend.splitter import Splitter
@@ -46,13 +50,14 @@ class TangramCudaBackend(AttentionBackend):
     Args:
         model_runner: SGLang's, with our pools in place.
         watcher: sees queries and windows of prompts (``calib.observer``, ``backend.drift``), or None.
+        gates: scores that hooks take at the projections, where the scorer reads them, else None.
     """
 
     needs_cpu_seq_lens = False
     # a dummy batch has as many rows as the pool, and ours has tables for no more
     extend_dummy_seqs_capped_by_req_pool = True
 
-    def __init__(self, model_runner, watcher=None):
+    def __init__(self, model_runner, watcher=None, gates: GateScores | None = None):
         super().__init__()
         self.device = model_runner.device
         self.req_to_token_pool = model_runner.req_to_token_pool
@@ -63,6 +68,8 @@ class TangramCudaBackend(AttentionBackend):
         self._tables = LayerTables.build(self._layout, self.device)
         self._layers, self._everyone = head_indices(self._layout, self.device)
         self._sealer = Sealer(pool, self._table.tensor)
+        self._kept = ScorerPages(pool, self._table.tensor)
+        self.gates = gates
         self._upload = Upload(self.device)
         shape = model_shape(model_runner.model).layers[0]
         self._ratio = shape.q_heads // shape.kv_heads
@@ -117,6 +124,9 @@ class TangramCudaBackend(AttentionBackend):
                 forward_batch.seq_lens,
                 self._n_win[: self._batch],
             )
+            self._kept.start_decode(
+                self._batch, forward_batch.req_pool_indices, forward_batch.seq_lens
+            )
 
     def forward_decode(
         self,
@@ -146,6 +156,9 @@ class TangramCudaBackend(AttentionBackend):
             layer.scaling,
             sinks,
         )
+        mine = self._layers[layer.layer_id]
+        if mine.sliding_window is None:
+            self._kept.write_decode(q, self._gate(layer, q), mine.seal)
         return out.flatten(1)
 
     def forward_extend(
@@ -168,11 +181,14 @@ class TangramCudaBackend(AttentionBackend):
         if self.watcher is not None:
             self.watcher.queries(layer.layer_id, q, forward_batch.positions)
             self.watcher.context(layer.layer_id, k, v)
-        if mine.sliding_window is None and len(lists["units"]):
-            if self.watcher is not None:
-                self._show(layer.layer_id, k, v, mine)
-            windows = [window for _, window in self._sealing]
-            self._sealer.seal(lists["units"], old, k, v, mine.seal, windows)
+        fresh = Fresh(k, v, q)
+        if mine.sliding_window is None:
+            fresh = Fresh(k, v, q, self._gate(layer, q))
+            if len(lists["units"]):
+                if self.watcher is not None:
+                    self._show(layer.layer_id, fresh, mine)
+                windows = [window for _, window in self._sealing]
+                self._sealer.seal(lists["units"], old, fresh, mine.seal, windows)
         prefill_attention(
             q,
             k,
@@ -189,15 +205,22 @@ class TangramCudaBackend(AttentionBackend):
             sinks,
             self._split if mine.sliding_window is None else None,
         )
-        raw_write(pool, table, k, v, lists[f"spans{mine.kind}"], mine.seal.index, mine.ring)
+        spans = lists[f"spans{mine.kind}"]
+        raw_write(pool, table, k, v, spans, mine.seal.index, mine.ring)
+        if mine.sliding_window is None:
+            self._kept.write(q, fresh.gate, spans, mine.seal)
         return out.flatten(1)
 
-    def _show(self, layer_id: int, k, v, mine: LayerIndex) -> None:
+    def _gate(self, layer: RadixAttention, q: torch.Tensor) -> torch.Tensor | None:
+        """Gate scores of the step's tokens, [T, H]."""
+        return None if self.gates is None else self.gates.take(layer.layer_id, len(q))
+
+    def _show(self, layer_id: int, fresh: Fresh, mine: LayerIndex) -> None:
         """Show the watcher those windows that it wants; row 0's are nobody's."""
         units, old = self._lists["units"], self._lists["old"]
         for i, (row, window) in enumerate(self._sealing):
             if row and self.watcher.wants(layer_id):
-                seen_k, seen_v = self._sealer.windows(units[i : i + 1], old, k, v, mine.seal)
+                seen_k, seen_v = self._sealer.windows(units[i : i + 1], old, fresh, mine.seal)
                 start = window * self._layout.rule.window
                 self.watcher.window(layer_id, start, seen_k[0], seen_v[0])
 
@@ -235,12 +258,11 @@ class TangramCudaBackend(AttentionBackend):
         sent = self._send(lists)
         self._n_win[: self._batch].copy_(sent["n_win"])
         if sealing:
-            nothing = self.token_to_kv_pool.pages.new_empty(
-                0, len(self._everyone.index.kept), self._layout.head_dim
-            )
+            heads = len(self._everyone.index.kept)
+            nothing = Fresh.nothing(self.token_to_kv_pool.pages, heads, self._ratio)
             windows = lists["units"][:, 1].tolist()
             for units, mine in self._sealer.parts(sent["units"], windows, self._everyone):
-                self._sealer.seal(units, sent["old"], nothing, nothing, self._everyone, mine)
+                self._sealer.seal(units, sent["old"], nothing, self._everyone, mine)
 
     def _send(self, lists) -> dict[str, torch.Tensor]:
         sent = self._upload.send(lists)

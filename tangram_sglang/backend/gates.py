@@ -9,6 +9,9 @@ from functools import partial
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import (
+    is_in_breakable_cuda_graph,
+)
 from torch import nn
 
 from tangram_sglang.errors import TangramError
@@ -32,19 +35,32 @@ class GateScores:
     def __init__(self, layers: list[int], rows: int, heads: int, device: torch.device | str):
         self._fixed = {x: torch.zeros(rows, heads, device=device) for x in layers}
         self._latest: dict[int, torch.Tensor] = {}
+        # where SGLang's breakable graphs leave scores, by layer; and what was too small for them, but
+        # other graphs write to
+        self._captured: dict[int, torch.Tensor] = {}
+        self._outgrown: list[torch.Tensor] = []
 
     def put(self, layer: int, scores: torch.Tensor) -> None:
         """Leave ``scores`` [T, H] for the attention of the same layer in the same step."""
-        fixed = self._fixed[layer]
+        fixed, captured = self._fixed[layer], is_in_breakable_cuda_graph()
+        if captured and len(scores) > len(fixed):
+            self._outgrown.append(fixed)
+            fixed = self._fixed[layer] = torch.zeros_like(scores)
         if len(scores) > len(fixed):
             self._latest[layer] = scores
-        else:
-            self._latest[layer] = fixed[: len(scores)]
-            self._latest[layer].copy_(scores)
+            return
+        self._latest[layer] = fixed[: len(scores)]
+        self._latest[layer].copy_(scores)
+        if captured:
+            most = max(len(scores), len(self._captured.get(layer, ())))
+            self._captured[layer] = fixed[:most]
 
     def take(self, layer: int, tokens: int) -> torch.Tensor:
         """Scores of this step's first ``tokens`` tokens, [tokens, H]; once."""
         found = self._latest.pop(layer, None)
+        if found is None and is_in_breakable_cuda_graph():
+            # attention runs between the parts of such a graph, which replay without the hook
+            found = self._captured.get(layer)
         if found is None or len(found) < tokens:
             raise RuntimeError(
                 f"layer {layer}: attention of {tokens} tokens, and "

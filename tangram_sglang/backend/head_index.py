@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from tangram_sglang.backend.heads import head_tables
-from tangram_sglang.backend.sealer import SealHeads
+from tangram_sglang.backend.seal_inputs import SealHeads
 from tangram_sglang.kernels.raw_rows import HeadIndex
 from tangram_sglang.plan.layout import KVLayout
 

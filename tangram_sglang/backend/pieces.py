@@ -17,7 +17,8 @@ class StepPieces:
 
     Attributes:
         pieces: per kind, one piece a row, in the order of the batch.
-        old: [N] int32, pages of the raw tails before the step; pieces point into it.
+        old: [N] int32, pages of the raw tails before the step, and of the queries of windows that it
+            seals; pieces point into it.
         copies: [M, 2] int32, pages to copy before anything is written: an old page that the step
             gives away and writes to, and the spare page that ``old`` names for it.
     """
@@ -40,11 +41,25 @@ def step_pieces(
     pieces: tuple[list[Piece], ...] = tuple([] for _ in layout.kinds)
     lists, length, first = [], 0, 0
     for step in steps:
+        queries = length
+        lists += step.queries
+        length += sum(map(len, step.queries))
         for i, kind in enumerate(layout.kinds):
             pages = step.tail[i] if step.tail else np.empty((kind.end - kind.first, 0), np.int32)
             start = layout.tail_start(kind.sliding_window, step.n0, step.floor)
             pieces[i].append(
-                Piece(step.row, step.n0, step.n1, step.floor, first, length, pages.shape[1], start)
+                Piece(
+                    step.row,
+                    step.n0,
+                    step.n1,
+                    step.floor,
+                    first,
+                    length,
+                    pages.shape[1],
+                    start,
+                    queries,
+                    layout.queries.pages,
+                )
             )
             lists.append(pages.ravel())
             length += pages.size

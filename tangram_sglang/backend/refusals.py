@@ -6,7 +6,6 @@ from typing import Any
 from sglang.srt.arg_groups.model_override_base import attention_backends_of
 
 from tangram_sglang.errors import TangramError
-from tangram_sglang.score import create_scorer
 
 # (flag as the user writes it, whether the resolved arguments ask for it, what to do instead)
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -100,13 +99,3 @@ def refuse_unsupported(args: Any) -> None:
     found = [f"{flag} ({remedy})" for flag, asked, remedy in _REFUSED if asked(args)]
     if found:
         raise TangramError("--attention-backend tangram does not work with: " + "; ".join(found))
-
-
-def refuse_scorer(args: Any, name: str) -> None:
-    """Raise TangramError where the scorer reads what the backend of this device does not hold."""
-    missing = create_scorer(name).needs & {"q_window", "rope", "hidden"}
-    if args.device != "cpu" and missing:
-        raise TangramError(
-            f"scorer {name} needs {', '.join(sorted(missing))}, and the GPU backend holds neither "
-            "queries nor gate scores for scorers; set TANGRAM_SCORER to one that needs none, or serve on a CPU"
-        )

@@ -11,9 +11,9 @@ from sglang.srt.arg_groups.model_override_base import model_config_of, resolved_
 from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-from tangram_sglang.backend.refusals import refuse_scorer, refuse_unsupported
+from tangram_sglang.backend.refusals import refuse_unsupported
 from tangram_sglang.errors import TangramError
-from tangram_sglang.plan.serving import read_gates, read_plan, serving_scorer
+from tangram_sglang.plan.serving import read_gates, read_plan
 from tangram_sglang.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,6 @@ def _validate(server_args: Any, previous) -> None:
                 "unset it"
             )
         plan = read_plan(settings, config)
-        refuse_scorer(resolved_view(server_args), serving_scorer(settings, plan))
         read_gates(settings, plan, config)
         served = Path(resolved_view(server_args).model_path).name
         if plan is not None and plan.model.id.lower() != served.lower():

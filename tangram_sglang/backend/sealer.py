@@ -2,13 +2,14 @@
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from tangram_sglang.backend.device_clock import DeviceClock
 from tangram_sglang.backend.kv_pool import TangramKVPool
-from tangram_sglang.kernels.raw_rows import HeadIndex
+from tangram_sglang.backend.seal_inputs import Fresh, SealHeads
+from tangram_sglang.kernels.gate_pages import GatePlace, gather_gates
+from tangram_sglang.kernels.query_pages import gather_queries
 from tangram_sglang.kernels.score_expected_attention import (
     expected_queries,
     score_expected_attention,
@@ -25,21 +26,6 @@ from tangram_sglang.score.keydiff import KeyDiff
 SCRATCH = 1 << 28
 
 
-@dataclass(frozen=True, slots=True)
-class SealHeads:
-    """Full-attention heads that are sealed together: those of a layer, or all.
-
-    Attributes:
-        index: where they live.
-        span: their place among all full-attention heads, in global head order.
-        most: largest kept count.
-    """
-
-    index: HeadIndex
-    span: slice
-    most: int
-
-
 class Sealer:
     """Sealing over one pool; called on the forward stream only.
 
@@ -52,8 +38,14 @@ class Sealer:
         self._pool = pool.pages
         self._table = table
         self._rule = rule = pool.plan.layout.rule
+        self._plan = pool.plan
         self._scorer = pool.plan.scorer
         self._stats = pool.plan.query_stats
+        self._queries_held = pool.plan.layout.queries
+        if pool.plan.layout.score_groups:
+            self._gates = GatePlace.of(pool.plan.layout)
+            # a line of fp32 a page
+            self._lines = pool.pages.flatten(1).view(torch.float32)
         # set once kernels are compiled, which is no compression
         self.clock: DeviceClock | None = None
         if isinstance(self._scorer, ExpectedAttention):
@@ -67,24 +59,30 @@ class Sealer:
         self, units: torch.Tensor, windows: Sequence[int], heads: SealHeads
     ) -> list[tuple[torch.Tensor, Sequence[int]]]:
         """``units`` and ``windows`` in runs sealed with SCRATCH bytes each, a unit at least."""
-        dim = self._pool.shape[-1]
-        # fp32 scores, positions and sums of keys; logits of every query head; copies of K and V
-        each = 3 * 4
-        if isinstance(self._scorer, ExpectedAttention):
-            each += 4 * self._queries.mean.shape[1]
-        elif self._scorer is not None and not isinstance(self._scorer, KeyDiff):
-            each += 2 * dim * self._pool.element_size()
-        unit = len(heads.index.kept) * self._rule.window * each
-        size = max(1, SCRATCH // unit)
+        size = max(1, SCRATCH // (len(heads.index.kept) * self._head_bytes()))
         starts = range(0, len(windows), size)
         return [(units[i : i + size], windows[i : i + size]) for i in starts]
+
+    def _head_bytes(self) -> int:
+        """What scoring takes for one window of one head."""
+        window, dim, size = self._rule.window, self._pool.shape[-1], self._pool.element_size()
+        # fp32 scores, positions and sums of keys
+        total = window * 3 * 4
+        if isinstance(self._scorer, ExpectedAttention):
+            # logits of every query head
+            total += window * 4 * self._queries.mean.shape[1]
+        elif self._scorer is not None and not isinstance(self._scorer, KeyDiff):
+            # K and V, then K in fp32; queries, in fp32 twice; their attention, twice
+            total += window * dim * (2 * size + 4)
+            held = self._queries_held
+            total += held.ratio * held.tokens * (dim * (size + 8) + window * 8)
+        return total
 
     def seal(
         self,
         units: torch.Tensor,
         old: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        fresh: Fresh,
         heads: SealHeads,
         windows: Sequence[int],
     ) -> torch.Tensor | None:
@@ -92,8 +90,8 @@ class Sealer:
 
         Args:
             units: [units, UNIT_FIELDS] int32.
-            old: [N] int32, pages of the raw tails before the step.
-            k, v: [T, H, D], the step's own tokens; anything where no unit has new tokens.
+            old: [N] int32, pages of the raw tails before the step and of queries.
+            fresh: the step's own tokens.
             windows: the window of each unit, as ``units`` says on the device.
 
         Returns:
@@ -102,15 +100,15 @@ class Sealer:
         with self.clock.measure() if self.clock else contextlib.nullcontext():
             positions = None
             if self._scorer is not None:
-                scores = self._scores(units, old, k, v, heads, windows)
+                scores = self._scores(units, old, fresh, heads, windows)
                 positions = scores.new_empty(*scores.shape[:2], heads.most, dtype=torch.int32)
                 select(positions, scores, units, heads.index.kept, self._rule.sinks)
             window = self._rule.window
             seal_write(
                 self._pool,
                 self._table,
-                k,
-                v,
+                fresh.k,
+                fresh.v,
                 old,
                 units,
                 positions,
@@ -120,36 +118,78 @@ class Sealer:
             )
         return positions
 
-    def windows(self, units, old, k, v, heads: SealHeads) -> tuple[torch.Tensor, torch.Tensor]:
+    def windows(
+        self, units, old, fresh: Fresh, heads: SealHeads
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of whole windows, [units, H, W, D]."""
         shape = (len(units), len(heads.index.kept), self._rule.window, self._pool.shape[-1])
         out_k, out_v = self._pool.new_empty(shape), self._pool.new_empty(shape)
-        gather_windows(out_k, out_v, k, v, self._pool, old, units, heads.index)
+        gather_windows(out_k, out_v, fresh.k, fresh.v, self._pool, old, units, heads.index)
         return out_k, out_v
 
-    def _scores(self, units, old, k, v, heads: SealHeads, windows: Sequence[int]) -> torch.Tensor:
+    def _scores(
+        self, units, old, fresh: Fresh, heads: SealHeads, windows: Sequence[int]
+    ) -> torch.Tensor:
         shape = (len(units), len(heads.index.kept), self._rule.window)
         scores = torch.empty(shape, dtype=torch.float32, device=self._pool.device)
         if isinstance(self._scorer, KeyDiff):
             blocks = -(-shape[2] // BLOCK)
             sums = scores.new_empty(*shape[:2], blocks, self._pool.shape[-1])
-            return score_keydiff(scores, sums, k, self._pool, old, units, heads.index)
+            return score_keydiff(scores, sums, fresh.k, self._pool, old, units, heads.index)
         if isinstance(self._scorer, ExpectedAttention):
             queries = self._queries.heads(heads.span)
             logits = scores.new_empty(*shape[:2], queries.mean.shape[1], shape[2])
             return score_expected_attention(
-                scores, logits, k, v, self._pool, old, units, heads.index, queries,
+                scores, logits, fresh.k, fresh.v, self._pool, old, units, heads.index, queries,
                 self._rule.sinks,
             )  # fmt: skip
-        return self._any_scores(scores, units, old, k, v, heads, windows)
+        # as many heads at a time as there is room for, of layers as they come
+        size = max(1, SCRATCH // (len(windows) * self._head_bytes()))
+        for first in range(0, shape[1], size):
+            end = min(first + size, shape[1])
+            mine, own = heads.part(first, end), fresh.part(first, end)
+            self._any_scores(scores[:, first:end], units, old, own, mine, windows)
+        return scores
 
-    def _any_scores(self, scores, units, old, k, v, heads: SealHeads, windows) -> torch.Tensor:
+    def _any_scores(self, scores, units, old, fresh: Fresh, heads: SealHeads, windows) -> None:
         """Scorers without a kernel see whole windows, one after the other."""
-        out_k, out_v = self.windows(units, old, k, v, heads)
+        k, v = self.windows(units, old, fresh, heads)
+        q, scaling = self._window_queries(units, old, fresh, heads)
+        gate = self._window_gates(units, old, fresh, heads)
         index = torch.arange(heads.span.start, heads.span.stop, device=scores.device)
         stats = None if self._stats is None else self._stats.select(index)
+        inv_freq = None if self._plan.inv_freq is None else self._plan.inv_freq[heads.span]
         for i, window in enumerate(windows):
-            sinks = self._rule.sinks if window == 0 else 0
-            start = window * self._rule.window
-            scores[i] = self._scorer.score(Window(out_k[i], out_v[i], start, index, sinks, stats))
-        return scores
+            scores[i] = self._scorer.score(
+                Window(
+                    k[i],
+                    v[i],
+                    window * self._rule.window,
+                    index,
+                    self._rule.sinks if window == 0 else 0,
+                    stats,
+                    None if q is None else q[i],
+                    scaling,
+                    inv_freq,
+                    None if gate is None else gate[i],
+                )
+            )
+
+    def _window_queries(self, units, old, fresh: Fresh, heads: SealHeads):
+        """Queries of the last w tokens, [units, H, r, w, D], and the scaling of each head."""
+        held, dim = self._queries_held, self._pool.shape[-1]
+        if not held.tokens:
+            return None, None
+        shape = (len(units), len(heads.index.kept), held.ratio, held.tokens, dim)
+        out, window, first = self._pool.new_empty(shape), self._rule.window, heads.span.start
+        gather_queries(out, fresh.q, self._pool, old, units, window, first)
+        return out, self._plan.scaling[heads.span]
+
+    def _window_gates(self, units, old, fresh: Fresh, heads: SealHeads) -> torch.Tensor | None:
+        """Gate scores of whole windows, [units, H, W] fp32."""
+        if not self._plan.layout.score_groups:
+            return None
+        shape = (len(units), len(heads.index.kept), self._rule.window)
+        out = torch.empty(shape, dtype=torch.float32, device=self._pool.device)
+        first = heads.span.start
+        return gather_gates(out, fresh.gate, self._lines, old, units, self._gates, first)

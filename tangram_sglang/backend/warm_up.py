@@ -36,17 +36,23 @@ def warm_up(backend, model: torch.nn.Module, table: torch.Tensor) -> None:
                 torch.zeros(n1 - n0, heads * layer.head_dim, dtype=pool.dtype, device=pool.device)
                 for heads in (layer.tp_q_head_num, layer.tp_k_head_num, layer.tp_k_head_num)
             )
+            if backend.gates is not None and layer.sliding_window_size < 0:
+                scores = torch.zeros(n1 - n0, layer.tp_k_head_num, device=pool.device)
+                backend.gates.put(layer.layer_id, scores)
             backend.forward_extend(q, k, v, layer, batch)
 
 
 def _step(layout: KVLayout, n0: int, n1: int) -> Step:
     """A step of row 0 behind ``n0`` tokens, all of whose pages are page 0."""
-    tail = []
+    rule, tail = layout.rule, []
     for kind in layout.kinds:
         start = layout.tail_start(kind.sliding_window, n0)
-        pages = layout.rule.pages(n0) - start // layout.rule.page
+        pages = rule.pages(n0) - start // rule.page
         tail.append(np.zeros((kind.end - kind.first, pages), dtype=np.int32))
-    return Step(0, n0, n1, layout.rule.sealed(n0), layout.rule.sealed(n1), 0, tuple(tail))
+    s0, s1 = rule.sealed(n0), rule.sealed(n1)
+    held = min(s1, layout.queries.begun(rule, n0)) - s0
+    queries = [np.zeros(layout.queries.pages, dtype=np.int32)] * max(0, held)
+    return Step(0, n0, n1, s0, s1, 0, tuple(tail), tuple(queries))
 
 
 def _one_of_each(model: torch.nn.Module) -> list[RadixAttention]:

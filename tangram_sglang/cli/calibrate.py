@@ -17,7 +17,7 @@ from tangram_sglang.calib.profiles import ERROR
 from tangram_sglang.calib.run_folder import Run, RunFolder
 from tangram_sglang.calib.shares import SCOPES
 from tangram_sglang.calib.stages import Stage, run_stages, stages, tokens_left
-from tangram_sglang.calib.targets import check_targets
+from tangram_sglang.calib.targets import check_beside, check_targets, gates_path, plan_path
 from tangram_sglang.cli.retention import retention
 from tangram_sglang.cli.server import (
     LOOPBACK,
@@ -28,6 +28,7 @@ from tangram_sglang.cli.server import (
 )
 from tangram_sglang.errors import TangramError
 from tangram_sglang.plan.file import config_hash
+from tangram_sglang.plan.gates import GateFile, load_gates
 from tangram_sglang.plan.model_config import model_config
 from tangram_sglang.plan.window import WindowRule
 from tangram_sglang.score import create_scorer
@@ -80,6 +81,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="scorer that picks tokens when serving (%(default)s)",
     )
     parser.add_argument(
+        "--gates",
+        type=Path,
+        metavar="FILE",
+        help="gates that the scorer of --select reads, made by `tangram train-gate`: copied to OUT and "
+        f"named by the plans; profile `error` then measures with {SELECTION}",
+    )
+    parser.add_argument(
         "--texts", type=Path, metavar="DIR", help="calibrate on the *.txt in DIR, not on our texts"
     )
     parser.add_argument("--window", type=int, default=512, help="W, in tokens (%(default)s)")
@@ -127,6 +135,7 @@ def _calibrate(arguments: argparse.Namespace, log: Path) -> list[Path]:
     rule = WindowRule(settings.window, settings.recent, settings.page, settings.sinks)
     own = None if arguments.texts is None else texts.texts_in(arguments.texts)
     tokenizer, config = _load(arguments.model)
+    gates = None if arguments.gates is None else load_gates(arguments.gates, config)
     chosen, prompts = texts.calibration_prompts(
         tokenizer, rule, arguments.samples, own, followed=ERROR in arguments.budgets_from
     )
@@ -137,24 +146,36 @@ def _calibrate(arguments: argparse.Namespace, log: Path) -> list[Path]:
         recent=rule.recent,
         sinks=rule.sinks,
         profiles=list(arguments.budgets_from),
-        selection=arguments.select,
+        # observing hands over no gate scores
+        selection=arguments.select if gates is None else SELECTION,
         retentions=sorted({*files.RETENTIONS, *arguments.retention}),
         corpus_hash=texts.corpus_hash(chosen),
         texts=[(text.kind, text.name) for text in chosen],
         tokens=[len(prompt) for prompt in prompts],
     )
     out, stem = arguments.out, described.model.lower()
+    recipe = calibrate.Recipe(
+        arguments.retention, arguments.scope, arguments.alpha, arguments.select, gates
+    )
     if not arguments.overwrite:
-        check_targets(out, described, arguments.retention, arguments.scope, arguments.alpha)
+        _check_targets(arguments, described, gates)
     folder = RunFolder.open(arguments.observations or out / f"{stem}-observations", described)
-    wanted = stages(arguments.budgets_from, arguments.select)
+    wanted = stages(arguments.budgets_from, described.selection)
     if tokens_left(folder, wanted):
         _measure(arguments, folder, wanted, prompts, rule, log)
-    recipe = calibrate.Recipe(arguments.retention, arguments.scope, arguments.alpha)
     paths = calibrate.write_plans(folder, out, config, recipe, arguments.overwrite)
     page = report.write_report(folder, recipe, arguments.report or out / f"{stem}-report")
     print(f"report: {page}", file=sys.stderr)
     return paths
+
+
+def _check_targets(arguments: argparse.Namespace, run: Run, gates: GateFile | None) -> None:
+    out, retentions = arguments.out, arguments.retention
+    sha256 = None if gates is None else gates.sha256
+    check_targets(out, run, retentions, arguments.scope, arguments.alpha, arguments.select, sha256)
+    if sha256 is not None:
+        written = [plan_path(out, run.model, rho) for rho in retentions]
+        check_beside("gates", gates_path(out, run.model), sha256, written)
 
 
 def _measure(
@@ -201,13 +222,23 @@ def _check(arguments: argparse.Namespace) -> None:
         raise TangramError(f"--samples {arguments.samples}: a spread needs at least 2 windows")
     if not 0.0 <= arguments.alpha < float("inf"):
         raise TangramError(f"--alpha {arguments.alpha}: expected a number of at least 0")
-    for name in (*arguments.budgets_from, arguments.select):
-        own_profile = name == ERROR and name != arguments.select
-        if not own_profile and "hidden" in create_scorer(name).needs:
+    for name in arguments.budgets_from:
+        if name != ERROR and "hidden" in create_scorer(name).needs:
             raise TangramError(
-                f"scorer {name} reads gates, which calibration does not measure with: calibrate with "
-                f"another one; TANGRAM_SCORER={name} serves with its plan"
+                f"profile {name} reads gates, which calibration does not measure with: calibrate with "
+                f"another one; --select {name} --gates FILE makes plans that serve with it"
             )
+    reads = "hidden" in create_scorer(arguments.select).needs
+    if reads and arguments.gates is None:
+        raise TangramError(
+            f"--select {arguments.select}: scorer {arguments.select} reads gates, name their file with "
+            "--gates (tangram train-gate makes one)"
+        )
+    if arguments.gates is not None and not reads:
+        raise TangramError(
+            f"--gates {arguments.gates}: scorer {arguments.select} reads none; drop it, or --select one "
+            "that does"
+        )
 
 
 def _load(model: str):

@@ -106,8 +106,8 @@ def load_gates(path: str | Path, hf_config: Any) -> GateFile:
         raw = path.read_bytes()
     except OSError as error:
         raise TangramError(
-            f"gate file {path} cannot be read ({error.strerror}); correct TANGRAM_GATES or put the "
-            "file beside the plan that names it"
+            f"gate file {path} cannot be read ({error.strerror}); correct its name, or put it "
+            "beside the plan that names it"
         ) from None
     about = _description(raw, path)
     model = about.model

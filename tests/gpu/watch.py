@@ -72,8 +72,8 @@ def _watch_seals(pool) -> None:
         last["scores"] = scores(self, *args)
         return last["scores"]
 
-    def keep(self, units, old, k, v, heads, windows):
-        positions = seal(self, units, old, k, v, heads, windows)
+    def keep(self, units, old, fresh, heads, windows):
+        positions = seal(self, units, old, fresh, heads, windows)
         if positions is None or not len(units):
             return positions
         counts, chosen = heads.index.kept.tolist(), positions.tolist()

@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tangram_sglang.backend import split_dispatch
+from tests.kernels.sides import GPU, make_sides
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
@@ -12,3 +15,12 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if Path(__file__).parent in item.path.parents:
                 item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture
+def sides(monkeypatch):
+    """Makes a CPU and a GPU backend (``sides.make_sides``)."""
+    if GPU == "cpu":
+        # the occupancy of a kernel is a GPU's
+        monkeypatch.setattr(split_dispatch, "resident_programs", lambda *a, **k: 6)
+    return make_sides
