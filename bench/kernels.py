@@ -31,15 +31,19 @@ def main() -> None:
         build_all()
     print(" ".join(f"{name:>12}" for name in COLUMNS[:10]))
     if options.only != "prefill":
-        table = KernelTable(options.out / "kernels-decode.csv")
+        decode = KernelTable(options.out / "kernels-decode.csv")
         bandwidth = copy_bandwidth()
         print(f"copy bandwidth {bandwidth / 1e9:.3f} TB/s; times in ms per layer")
         for name in options.cases:
-            kernels_decode.decode_case(name, table, bandwidth, not options.no_flashinfer)
+            kernels_decode.decode_case(name, decode, bandwidth, not options.no_flashinfer)
             torch.cuda.empty_cache()
     if options.only != "decode":
         table = KernelTable(options.out / "kernels-prefill.csv")
         kernels_prefill.run(table, not options.no_flashinfer)
+    if options.only != "prefill" and not options.no_flashinfer:
+        for name in options.cases:
+            kernels_decode.ragged_case(name, decode)
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
