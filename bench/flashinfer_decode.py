@@ -11,8 +11,11 @@ from bench.scenes import DIM, DTYPE, HEADS, LAYERS, PAGE, PER_GROUP, RATIO, Scen
 WORKSPACE = 256 << 20
 
 
-def _wrapper(tensor_cores: bool):
-    buffer = torch.empty(WORKSPACE, dtype=torch.uint8, device="cuda")
+def _buffer() -> torch.Tensor:
+    return torch.empty(WORKSPACE, dtype=torch.uint8, device="cuda")
+
+
+def _wrapper(tensor_cores: bool, buffer: torch.Tensor):
     return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
         buffer, "NHD", use_tensor_cores=tensor_cores
     )
@@ -37,7 +40,7 @@ def full_ms(lengths: list[int], layers: int = 4, kinds=(False, True)) -> float:
     last = torch.from_numpy((lengths - 1) % PAGE + 1).int()
     best = []
     for tensor_cores in kinds:
-        wrapper = _wrapper(tensor_cores)
+        wrapper = _wrapper(tensor_cores, _buffer())
         _plan(wrapper, indptr, indices, last, HEADS * RATIO, HEADS)
 
         def run(wrapper=wrapper):
@@ -49,14 +52,16 @@ def full_ms(lengths: list[int], layers: int = 4, kinds=(False, True)) -> float:
 
 
 class Ragged:
-    """The scene's KV, each KV head a request of its group of queries.
+    """The scene's own pages, each KV head a request of its group of queries.
 
-    Every layer has a pool of its own, its pages in random order. Given the scene's pool of all layers,
-    of 8 x 128K and more than 2^32 elements, FlashInfer 0.7.2's kernel did not end.
+    Every layer has a wrapper of its own. A plan is copied to the device from a pinned buffer of the
+    wrapper, without waiting, and the next plan overwrites that buffer. With one wrapper for all layers
+    the kernels of 8 x 128K, which take the GPU longer than a plan takes the host, did not end.
     """
 
     def __init__(self, scene: Scene):
         self.scene = scene
+        self.kv = scene.pool.view(-1, 2, PAGE, 1, DIM)
         self.layers = [self._layer(i) for i in range(LAYERS)]
 
     def _layer(self, layer: int):
@@ -67,11 +72,9 @@ class Ragged:
                 pages.append(held * PER_GROUP + self.scene.layout.place[layer, h][1])
                 counts.append(len(held))
                 last.append((entries - 1) % PAGE + 1)
-        found = torch.from_numpy(np.concatenate(pages)).cuda()
-        order = torch.randperm(len(found), device="cuda")
-        kv = self.scene.pool.view(-1, 2, PAGE, 1, DIM)[found[order]]
+        indices = torch.from_numpy(np.concatenate(pages)).int().cuda()
         indptr = torch.from_numpy(np.cumsum(counts)).int()
-        return indptr, order.argsort().int(), torch.tensor(last, dtype=torch.int32), kv
+        return indptr, indices, torch.tensor(last, dtype=torch.int32)
 
     def ms(self, repeats: int = 3) -> tuple[float, float, float]:
         """Time of a layer with its plan, without it, and the relative difference to the scene's
@@ -81,18 +84,19 @@ class Ragged:
         """
         best = None
         for tensor_cores in (False, True):
-            wrapper = _wrapper(tensor_cores)
+            buffer = _buffer()
+            wrappers = [_wrapper(tensor_cores, buffer) for _ in self.layers]
             totals, runs, error = [], [], 0.0
             for _ in range(repeats + 1):
                 events = []
                 torch.cuda.synchronize()
                 start = time.perf_counter()
-                for i, (indptr, indices, last, kv) in enumerate(self.layers):
-                    _plan(wrapper, indptr, indices, last, RATIO, 1)
+                for i, (wrapper, layer) in enumerate(zip(wrappers, self.layers, strict=True)):
+                    _plan(wrapper, *layer, RATIO, 1)
                     q = self.scene.q[i].view(-1, RATIO, DIM)
                     pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
                     pair[0].record()
-                    out = wrapper.run(q, kv)
+                    out = wrapper.run(q, self.kv)
                     pair[1].record()
                     events.append(pair)
                 torch.cuda.synchronize()
