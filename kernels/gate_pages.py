@@ -13,8 +13,9 @@ import triton.language as tl
 from tangram_sglang.plan.layout import KVLayout
 
 BLOCK = 32
-# most heads of a tile
-HEADS = 64
+# heads of a tile. The same for one layer, which a prefill seals, as for many, which a decode step does, so
+# that both take the kernel that the warm-up compiled.
+HEADS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def write_kernel(
     tl.store(p_lines + o_out, b_score, mask=m)
 
 
-@triton.jit(do_not_specialize=["first_head"])
+@triton.jit(do_not_specialize=["first_head", "H", "scores_stride"])
 def gather_kernel(
     p_out,
     p_scores,
@@ -141,11 +142,10 @@ def write_gates(
     if not len(spans):
         return
     heads = scores.shape[1]
-    block = min(HEADS, triton.next_power_of_2(heads))
-    write_kernel[(len(spans), triton.cdiv(heads, block))](
+    write_kernel[(len(spans), triton.cdiv(heads, HEADS))](
         scores, lines, table, spans, first_head, place.ring_at, place.ring,
         scores.stride(0), lines.stride(0), table.stride(0),
-        H=heads, EACH=place.each, P=place.page, BH=block, BN=BLOCK, FIELDS=spans.shape[1],
+        H=heads, EACH=place.each, P=place.page, BH=HEADS, BN=BLOCK, FIELDS=spans.shape[1],
         num_warps=4,
     )  # fmt: skip
 
@@ -173,11 +173,10 @@ def gather_gates(
         ``out``.
     """
     count, heads, window = out.shape
-    block = min(HEADS, triton.next_power_of_2(heads))
     if count:
-        gather_kernel[(triton.cdiv(window, BLOCK), triton.cdiv(heads, block), count)](
+        gather_kernel[(triton.cdiv(window, BLOCK), triton.cdiv(heads, HEADS), count)](
             out, scores, lines, old, units, first_head, place.group, heads, window,
-            scores.stride(0), lines.stride(0), EACH=place.each, P=place.page, BH=block, BN=BLOCK,
+            scores.stride(0), lines.stride(0), EACH=place.each, P=place.page, BH=HEADS, BN=BLOCK,
             FIELDS=units.shape[1], num_warps=4,
         )  # fmt: skip
     return out

@@ -1,10 +1,12 @@
 """Queries and gate scores that the GPU backend holds for scorers, against the CPU backend's."""
 
+import inspect
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 
 from tangram_sglang.backend import sealer
 from tangram_sglang.backend.heads import head_tables
@@ -167,3 +169,42 @@ def test_many_heads_of_a_half_precision_pool():
                 first = one.stop
         assert torch.equal(mine.cpu().view(torch.int16), theirs.view(torch.int16))
     assert sealed == 3 * 4
+
+
+@pytest.mark.skipif(GPU == "cuda", reason="launches are noted by Triton's interpreter")
+@pytest.mark.parametrize("scorer", ["snapkv", "fastkvzip"])
+def test_sealing_while_decoding_takes_the_kernels_that_the_warm_up_compiled(
+    sides, monkeypatch, scorer
+):
+    """A prefill seals the heads of a layer, a decode step those of all; else the first one compiles."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    launched, run = {}, InterpretedFunction.run
+
+    def noting(kernel, *args, **kwargs):
+        values = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
+        general = kernel.kwargs.get("do_not_specialize") or ()
+        variant = []
+        for name, parameter in inspect.signature(kernel.fn).parameters.items():
+            x = values[name]
+            if parameter.annotation is tl.constexpr:
+                variant.append(x)
+            elif isinstance(x, int) and name not in general:
+                variant.append("1" if x == 1 else x % 16 == 0)
+        launched.setdefault(kernel.fn, set()).add(tuple(variant))
+        return run(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", noting)
+    gpu = sides(400, scorer)[1]
+    compiled = {kernel: set(variants) for kernel, variants in launched.items()}
+    generator = torch.Generator().manual_seed(0)
+    gpu.pool.rows.open(1, 40)
+    for n in (40, 41):
+        tokens = 40 if n == 40 else 1
+        gates = torch.rand(LAYERS, tokens, HEADS, generator=generator)
+        launched.clear()
+        gpu.forward([(1, n)], n > 40, random_qkv(tokens, generator), gates)
+    assert gpu.pool.rows.granted == [] and gpu.pool.rows.live[1].step.s1 == 2
+    for kernel in launched.keys() & compiled.keys():
+        assert launched[kernel] <= compiled[kernel], kernel.__qualname__
+    assert len(launched.keys() & compiled.keys()) > 2
