@@ -60,13 +60,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _facts(plan: PlanFile, layout: KVLayout) -> str:
     made, picked = plan.calibration, plan.selection
+    files = (picked.scorer, picked.stats_file, picked.gates_file)
     mean = sum(plan.budgets) / len(plan.budgets)
     lines = {
         "model": plan.model.id,
         "budgets from": f"{' + '.join(made.scorers)}, scope {made.scope}, alpha {made.alpha:g}",
         "calibrated": f"retention {made.retention:g}, {made.samples} windows of {made.window} tokens, "
         f"corpus {made.corpus_hash[:12]}, tangram_sglang {plan.tool_version}",
-        "picked by": picked.scorer + (f", {picked.stats_file}" if picked.stats_file else ""),
+        "picked by": ", ".join(name for name in files if name),
         "mean budget": f"{mean:.4f} as calibrated, {layout.retention_held:.4f} of the bytes held",
     }
     return "\n".join(f"{name:14}{value}" for name, value in lines.items())
@@ -97,12 +98,17 @@ def bar(share: float, width: int = BAR) -> str:
 
 def _groups(plan: PlanFile, layout: KVLayout) -> str:
     budgets = dict(zip(_heads(plan), plan.budgets, strict=True))
-    lines = [f"{len(layout.groups)} groups of {layout.per_group} heads (layer.head)"]
-    for g, group in enumerate(layout.groups):
+    heads = len(layout.groups) - layout.score_groups
+    lines = [f"{heads} groups of {layout.per_group} heads (layer.head)"]
+    for g, group in enumerate(layout.groups[:heads]):
         own = [budgets[head] for head in group.heads]
         names = " ".join(f"{layer}.{head}" for layer, head in group.heads)
         lines.append(
             f"  group {g:3}  K {group.kept:4}  budgets {max(own):.3f} .. {min(own):.3f}  {names}"
+        )
+    if layout.score_groups:
+        lines.append(
+            f"and raw pages as for {layout.score_groups} more, for the gate scores of raw tokens"
         )
     return "\n".join(lines)
 

@@ -5,6 +5,7 @@ from tangram_sglang.plan.file import PlanFile
 from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.shape import LayerShape, ModelShape
 from tangram_sglang.plan.window import WindowRule
+from tangram_sglang.score import create_scorer
 from tangram_sglang.settings import Settings
 
 
@@ -31,8 +32,9 @@ def plan_layout(plan: PlanFile, settings: Settings, max_tokens: int) -> KVLayout
     """What a server with these settings would hold in the plan's layers."""
     retention = settings.retention or plan.calibration.retention
     window = settings.window or plan.calibration.window
-    return KVLayout.build(
-        plan_shape(plan),
+    shape = plan_shape(plan)
+    layout = KVLayout.build(
+        shape,
         WindowRule(window, settings.recent, settings.page, settings.sinks),
         budgets=plan.budgets,
         retention=retention,
@@ -40,3 +42,10 @@ def plan_layout(plan: PlanFile, settings: Settings, max_tokens: int) -> KVLayout
         grouping=settings.grouping,
         max_tokens=max_tokens,
     )
+    if layout.compresses:
+        scorer = create_scorer(settings.scorer or plan.selection.scorer)
+        if "q_window" in scorer.needs:
+            layout = layout.with_queries(shape, scorer.q_window(window))
+        if "hidden" in scorer.needs:
+            layout = layout.with_scores()
+    return layout

@@ -5,10 +5,11 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tangram_sglang.cli import main, plan
 from tangram_sglang.cli.inspect import bar, layout_of
-from tangram_sglang.plan.file import load_plan
+from tangram_sglang.plan.file import load_plan, save_plan
 
 PLAN = Path(str(resources.files("tangram_sglang") / "plans" / "smollm2-135m-instruct-rho0.3.json"))
 
@@ -39,6 +40,24 @@ def test_inspect_takes_another_retention_and_grouping(capsys):
     out = printed(capsys, "inspect", PLAN, "--retention", 0.5, "--group-heads", 1)
     assert len(re.findall(r"group +\d+ ", out)) == 90
     assert "0.5000 of the bytes held" in out
+
+
+def test_inspect_counts_the_pages_of_what_the_scorer_reads(tmp_path, capsys):
+    """Queries of one window; gate scores of every raw token, beside 23 pages of K and V."""
+    raw = load_plan(PLAN)
+    held = {}
+    for scorer in ("keydiff", "snapkv", "fastkvzip"):
+        picked = replace(raw.selection, scorer=scorer)
+        if scorer == "fastkvzip":
+            picked = replace(picked, gates_file="its-gates.safetensors", gates_hash="0" * 64)
+        save_plan(replace(raw, selection=picked), tmp_path / "plan.json")
+        out = printed(capsys, "inspect", tmp_path / "plan.json", "--tokens", 4096)
+        held[scorer] = int(re.search(r"(\d+) pages", out)[1])
+        assert len(re.findall(r"^  group ", out, re.M)) == 23
+    # 30 layers of 9 query heads, 32 queries each, 128 vectors a page
+    assert held["snapkv"] - held["keydiff"] == -(-30 * 9 * 32 // 128)
+    assert held["fastkvzip"] - held["keydiff"] == (4096 - 7 * 512) // 16
+    assert "fastkvzip" in out and "its-gates.safetensors" in out
 
 
 @pytest.mark.parametrize(
