@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.harness import Req, ScenarioFailed
+from tests.harness import Req
 from tests.reference.tiny import random_tokens, save, tiny_llama
 from tests.serving import TINY_ENV, assert_reserved_exactly, serve
 from tests.test_spare_pages import spared, steps
@@ -78,8 +78,3 @@ def test_fewer_requests_run_at_once_and_the_books_close_under_pressure(folder):
         assert 0 < max(lost) <= steps(result)[0]["spare"]
         at_once[name] = max(len(record["rows"]) for record in result.records)
     assert at_once == {"budget": 3, "whole": 2}
-
-
-def test_scorers_that_read_queries_are_refused(folder):
-    with pytest.raises(ScenarioFailed, match="holds no queries, and scorer snapkv reads them"):
-        serve(folder, [Req([1, 2, 3], 1)], env={**WHOLE, "TANGRAM_SCORER": "snapkv"})

@@ -67,7 +67,7 @@ class ServingPlan:
 def read_plan(settings: Settings, hf_config: Any) -> PlanFile | None:
     """The plan file the user named, checked against the model, or None.
 
-    Also checks what needs no weights: windows, pages, the scorer's name.
+    Also checks what needs no weights: windows, pages, the scorer and what it reads.
     """
     _rule(settings, None)
     if settings.plan is None:
@@ -75,12 +75,33 @@ def read_plan(settings: Settings, hf_config: Any) -> PlanFile | None:
     if settings.scorer is not None:
         create_scorer(settings.scorer)
     if settings.plan is None:
+        _check_scorer(settings, None)
         return None
     plan = load_plan(settings.plan)
     check_model(plan, model_config(hf_config), settings.plan)
     _rule(settings, plan)
     drift_rule(settings, plan)
+    _check_scorer(settings, plan)
     return plan
+
+
+def _check_scorer(settings: Settings, plan: PlanFile | None) -> None:
+    """TangramError where the scorer reads what is not there; gates are ``read_gates``'s."""
+    if serving_retention(settings, plan) == 1.0:
+        return
+    name = serving_scorer(settings, plan)
+    needs = create_scorer(name).needs
+    if "q_window" in needs and settings.reserve == "uncompressed":
+        raise TangramError(
+            f"TANGRAM_RESERVE=uncompressed holds no queries, and scorer {name} reads them; set "
+            f"TANGRAM_SCORER={FALLBACK_SCORER}"
+        )
+    if "query_stats" in needs and (plan is None or plan.selection.stats_file is None):
+        raise TangramError(
+            f"scorer {name} reads calibrated query statistics, and "
+            + ("there is no plan" if plan is None else f"plan {settings.plan} has none")
+            + f"; give TANGRAM_PLAN a calibrated plan or set TANGRAM_SCORER={FALLBACK_SCORER}"
+        )
 
 
 def serving_plan(
@@ -131,13 +152,9 @@ def serving_plan(
     if layout.compresses:
         scorer = create_scorer(name)
         if "query_stats" in scorer.needs:
-            stats = _stats(plan, settings, name, shape, device)
+            path = Path(settings.plan).parent / plan.selection.stats_file
+            stats = load_query_stats(path, plan.selection.stats_hash, shape, device)
         if "q_window" in scorer.needs:
-            if not rule.shares:
-                raise TangramError(
-                    f"TANGRAM_RESERVE=uncompressed holds no queries, and scorer {name} reads them; set "
-                    f"TANGRAM_SCORER={FALLBACK_SCORER}"
-                )
             layout = layout.with_queries(shape, scorer.q_window(rule.window))
             scaling = torch.tensor(shape.scalings, device=device)
         if "rope" in scorer.needs:
@@ -240,14 +257,3 @@ def _budgets(plan: PlanFile, heads, path) -> list[float]:
             "calibrate this model"
         )
     return list(plan.budgets)
-
-
-def _stats(plan, settings, name, shape, device) -> QueryStats:
-    if plan is None or plan.selection.stats_file is None:
-        raise TangramError(
-            f"scorer {name} reads calibrated query statistics, and "
-            + ("there is no plan" if plan is None else f"plan {settings.plan} has none")
-            + f"; give TANGRAM_PLAN a calibrated plan or set TANGRAM_SCORER={FALLBACK_SCORER}"
-        )
-    path = Path(settings.plan).parent / plan.selection.stats_file
-    return load_query_stats(path, plan.selection.stats_hash, shape, device)
