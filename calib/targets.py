@@ -1,5 +1,6 @@
 """Where the files of a calibration go, and whether they would replace those of another one."""
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -65,7 +66,10 @@ def check_targets(
 def check_beside(
     kind: Literal["stats", "gates"], target: Path, sha256: str, written: Sequence[Path]
 ) -> None:
-    """TangramError where plans beside those ``written`` name another file by the name of ``target``."""
+    """TangramError where plans beside those ``written`` name another file by the name of ``target``.
+
+    Gates take long to train and no plan may name them yet, so a file of other ones is refused too.
+    """
     what = {"stats": "query statistics", "gates": "gates"}[kind]
     for path in sorted(target.parent.glob("*.json")):
         plan = None if path in written else _plan(path)
@@ -76,6 +80,15 @@ def check_beside(
                 f"{path} belongs to other {what}, which {target.name} of this calibration would "
                 "overwrite; choose another --out (all measurements are kept), or give --overwrite"
             )
+    if kind == "gates" and target.exists() and sha256 != _sha256(target):
+        raise TangramError(
+            f"{target} holds other gates and would be overwritten; choose another --out, or give "
+            "--overwrite"
+        )
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _plan(path: Path) -> PlanFile | None:

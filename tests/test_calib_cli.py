@@ -143,6 +143,12 @@ def test_a_plan_that_names_its_gates_serves_without_a_setting(model, tmp_path, m
     train(2)
     assert run(model, out, *asked, "--retention", "0.4") == 2
     assert "belongs to other gates, which tiny-llama-gates.safetensors" in capsys.readouterr().err
+    # gates that no plan names yet
+    for path in paths:
+        path.rename(path.with_suffix(".kept"))
+    assert run(model, out, *asked) == 2
+    assert "tiny-llama-gates.safetensors holds other gates" in capsys.readouterr().err
+    assert found.gates.path.read_bytes() != theirs.read_bytes()
     assert run(model, out, *asked, "--overwrite") == 0
     assert load_plan(paths[0]).selection.gates_hash != found.gates.sha256
 
