@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from tangram_sglang.backend import build
 from tangram_sglang.backend.budget import TangramPrefillBudget
 from tangram_sglang.backend.build import spare_pages
 from tangram_sglang.cache.store import PrefixStore
+from tangram_sglang.errors import TangramError
 from tangram_sglang.plan.layout import KVLayout
+from tangram_sglang.plan.reclaim import ReclaimRule
 from tangram_sglang.plan.shape import LayerShape, ModelShape
 from tangram_sglang.plan.window import WindowRule
 from tangram_sglang.pool.ledger import Ledger
@@ -164,6 +167,29 @@ def test_a_prompt_that_fills_a_pool_takes_pages_of_queries_it_scores():
     assert layout.queries.slots == 5
     lost, queries = _lost(layout)
     assert lost > queries > 0
+
+
+@pytest.mark.parametrize("held", ["budget", "whole"])
+def test_a_pool_that_spare_pages_fill_says_so(monkeypatch, held):
+    shape = ModelShape((LayerShape(0, 2, 2, 8, None, 1.0),))
+    whole = ReclaimRule(16, 8, 4, 2, longest=4000)
+    layout = KVLayout.build(
+        shape,
+        whole if held == "whole" else WindowRule(16, 8, 4, 2),
+        budgets=[0.5] * 2,
+        retention=0.5,
+        per_group=2,
+        grouping="global",
+        max_tokens=4000,
+    )
+    spare = spare_pages(layout, "cuda")
+    monkeypatch.setattr(build, "get_available_gpu_memory", lambda *_: 1)
+    monkeypatch.setenv("TANGRAM_POOL_BYTES", str((spare + 1) * layout.page_bytes(2)))
+    model = SimpleNamespace(tangram_plan=SimpleNamespace(layout=layout))
+    kvc = SimpleNamespace(device="cuda", gpu_id=0, kv_cache_dtype=torch.bfloat16, model=model)
+    with pytest.raises(TangramError, match=f"beside {spare} spare pages") as error:
+        build.TangramPoolConfigurator(kvc).calculate_pool_sizes(0, 1)
+    assert ("--context-length" in str(error.value)) == (held == "whole")
 
 
 def _lost(layout: KVLayout) -> tuple[int, int]:

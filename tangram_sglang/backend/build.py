@@ -63,9 +63,13 @@ class TangramPoolConfigurator(MemoryPoolConfigurator):
             )
         tokens = self._capacity(budget)
         if tokens < 1:
+            beside = f"beside {self._spare} spare pages " if self._spare else ""
+            # where prompts are held whole, spare pages grow with the longest one
+            less = "" if self._layout.rule.shares else ", or lower --context-length"
             raise TangramError(
-                f"{budget} bytes hold no request: one token takes {self._layout.pages(1)} pages "
-                f"of {self._page_bytes} bytes; raise TANGRAM_POOL_BYTES or --mem-fraction-static"
+                f"{budget} bytes hold no request: {beside}one token takes {self._layout.pages(1)} "
+                f"pages of {self._page_bytes} bytes; raise TANGRAM_POOL_BYTES or "
+                f"--mem-fraction-static{less}"
             )
         return MemoryPoolConfig(max_total_num_tokens=tokens)
 
