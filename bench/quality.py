@@ -16,7 +16,6 @@ measured, and what is there already is not measured again.
 """
 
 import argparse
-import csv
 import hashlib
 import sys
 import time
@@ -29,9 +28,9 @@ import numpy as np
 import torch
 
 from bench.quality_engine import SHOWN, Lane, compare, hidden_states, model_shape
-from bench.quality_table import FULL, draw, summarise, table, write_summary
+from bench.quality_table import FULL, publish, read
 from bench.quality_texts import ALL, Text, documents, fact_chats
-from bench.record import RESULTS, append_csv, machine, say
+from bench.record import RESULTS, append_csv, say
 from bench.smollm2 import MODEL_DIR
 from tangram_sglang.calib.budgets import average
 from tangram_sglang.calib.profiles import queries_of, samples
@@ -252,19 +251,16 @@ def main() -> int:
         return 2
     finally:
         (size.out / "query-stats.safetensors").unlink(missing_ok=True)
-    summary = summarise(rows)
-    print(table(summary))
-    record = {**plans.shared, **machine("bench.quality")}
-    write_summary(summary, size.out / "quality.csv", record)
-    draw(summary, size.out / "quality.png")
-    say(f"written to {size.out}")
+    publish(rows, size.out, "bench.quality")
     return 0
 
 
 def _measure_all(model, texts, wanted: list[Unit], plans: Plans, size) -> list[dict]:
     """Rows of all texts and units, measured or read."""
     path = size.out / "texts.csv"
-    found = _read(path, plans, size)
+    found: dict[tuple[str, str], list[dict]] = {}
+    for row in read(path, size.model.name):
+        found.setdefault((row["tokens_sha256"], row["unit"]), []).append(row)
     kept, took = [], []
     for number, text in enumerate(texts):
         known = {key: rows for key, rows in found.items() if key[0] == text.digest}
@@ -308,17 +304,6 @@ def _with_key(row: dict, text: Text, plans: Plans, size) -> dict:
         **plans.shared,
     }
     return {"unit": _key(text, unit, plans)[1], **row, **where}
-
-
-def _read(path: Path, plans: Plans, size) -> dict[tuple[str, str], list[dict]]:
-    rows: dict[tuple[str, str], list[dict]] = {}
-    if path.exists():
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                if row["model"] == size.model.name:
-                    row["retention"] = float(row["retention"])
-                    rows.setdefault((row["tokens_sha256"], row["unit"]), []).append(row)
-    return rows
 
 
 if __name__ == "__main__":

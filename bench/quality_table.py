@@ -1,51 +1,75 @@
-"""The quality table: means over texts with their spread, and ratios to uniform budgets, with a plot."""
+"""The quality table: means over texts with their spread, and ratios to uniform budgets, with a plot.
 
+python -m bench.quality_table FOLDER    # of the rows in FOLDER/texts.csv, without measuring
+"""
+
+import argparse
 import csv
 import math
-from collections import defaultdict
+import sys
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from bench.record import machine, say
+
 FULL = "full"
+# what ways to compress differ in beside scorer, budgets and retention
+SHARED = ("window", "recent", "scope", "alpha")
 # half the width of a 95 % interval in standard errors, by degrees of freedom (Student)
 T95 = (0, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 # KL below this is rounding; it would decide a geometric mean
 LEAST_KL = 1e-7
 
 
+def read(path: Path, model: str | None = None) -> list[dict]:
+    """Rows of a ``texts.csv``, of one model or of all."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if model in (None, row["model"])]
+    for row in rows:
+        row["retention"] = float(row["retention"])
+    return rows
+
+
 def summarise(rows: Sequence[Mapping]) -> list[dict]:
     """One row for each way to compress and each of turn 1 and later turns.
 
     KL is the geometric mean over documents of each one's mean, ``kl_factor`` the factor of one
-    standard deviation. The ratio to uniform budgets is paired by document.
+    standard deviation. The ratio to uniform budgets, which know neither scope nor alpha, is paired by
+    document.
     """
     by = defaultdict(lambda: defaultdict(list))
     for row in rows:
         turn = "turn 1" if int(row["turn"]) == 1 else "later"
-        way = (float(row["retention"]), row["scorer"], row["budgets"], turn)
+        shared = () if row["scorer"] == FULL else tuple(row.get(x, "") for x in SHARED)
+        way = (float(row["retention"]), row["scorer"], row["budgets"], turn, *shared)
         by[way][row["task"], row["tokens_sha256"]].append(row)
     order = {name: i for i, name in enumerate((FULL, "uniform"))}
-    ways = sorted(by, key=lambda x: (-x[0], x[1], order.get(x[2], 9), x[2], x[3] == "later"))
-    return [_summary(way, by) for way in ways]
+    ways = sorted(by, key=lambda x: (-x[0], x[1], x[4:], order.get(x[2], 9), x[2], x[3] == "later"))
+    uniform = {(x[0], x[1], *x[3:6]): by[x] for x in ways if x[2] == "uniform"}
+    return [_summary(way, by[way], uniform.get((way[0], way[1], *way[3:6]), {})) for way in ways]
 
 
-def _summary(way: tuple, by) -> dict:
-    rho, scorer, budgets, turn = way
-    kl = _means(by[way], "kl", "kl")
-    uniform = _means(by.get((rho, scorer, "uniform", turn), {}), "kl", "kl")
+def _summary(way: tuple, texts: Mapping, uniform_texts: Mapping) -> dict:
+    rho, scorer, budgets, turn, *shared = way
+    kl = _means(texts, "kl", "kl")
+    uniform = _means(uniform_texts, "kl", "kl")
     logs = np.array([math.log(max(x, LEAST_KL)) for x in kl.values()])
     found = {
         **{"retention": rho, "scorer": scorer, "budgets": budgets, "turn": turn},
+        **dict(zip(SHARED, shared or [""] * len(SHARED), strict=True)),
         **{"texts": len(kl), "held": "", "kl": "", "kl_factor": "", "top1": "", "top1_spread": ""},
         **{"ratio": "", "ratio_low": "", "ratio_high": "", "better": ""},
         **{"facts": 0, "right": "", "right_error": ""},
     }
-    everything = [row for rows in by[way].values() for row in rows]
+    everything = [row for rows in texts.values() for row in rows]
     found["held"] = float(everything[0]["held"])
     if len(kl) and scorer != FULL:
-        top1 = list(_means(by[way], "kl", "top1").values())
+        top1 = list(_means(texts, "kl", "top1").values())
         found |= {"kl": math.exp(logs.mean()), "top1": float(np.mean(top1))}
         if len(kl) > 1:
             found |= {"kl_factor": math.exp(logs.std(ddof=1)), "top1_spread": np.std(top1, ddof=1)}
@@ -91,7 +115,7 @@ def _ratio(kl: Mapping, uniform: Mapping) -> dict:
 def table(summary: Sequence[Mapping]) -> str:
     """The summary as text."""
     lines = [
-        f"{'rho':>4} {'scorer':20}{'budgets':30}{'turn':8}{'n':>3}{'KL':>9}{'x/÷':>6}{'top-1':>8}"
+        f"{'rho':>4} {'scorer':25}{'budgets':36}{'setting':22}{'turn':8}{'n':>3}{'KL':>9}{'x/÷':>6}{'top-1':>8}"
         f"{'to uniform':>21}{'better':>8}{'facts':>7}{'right':>13}"
     ]
     for x in summary:
@@ -101,8 +125,9 @@ def table(summary: Sequence[Mapping]) -> str:
             if x["ratio_low"] != "":
                 ratio += f" [{x['ratio_low']:.2f}, {x['ratio_high']:.2f}]"
         right = f"{x['right']:.2f} ± {x['right_error']:.2f}" if x["right"] != "" else ""
+        setting = "" if x["scorer"] == FULL else "W{window} R{recent} {scope} a{alpha}".format(**x)
         lines.append(
-            f"{x['retention']:4g} {x['scorer']:20}{x['budgets']:30}{x['turn']:8}{x['texts']:3}"
+            f"{x['retention']:4g} {x['scorer']:25}{x['budgets']:36}{setting:22}{x['turn']:8}{x['texts']:3}"
             f"{_cell(x['kl'], 4):>9}{_cell(x['kl_factor'], 1):>6}{_cell(x['top1'], 3):>8}"
             f"{ratio:>21}{x['better']:>8}{x['facts']:7}{right:>13}"
         )
@@ -120,7 +145,10 @@ def write_summary(summary: Sequence[Mapping], path: Path, record: Mapping[str, s
 
 
 def draw(summary: Sequence[Mapping], path: Path) -> None:
-    """KL of every way to compress, a panel for each retention and turn; nothing without matplotlib."""
+    """KL of every way to compress, a panel for each retention and turn; nothing without matplotlib.
+
+    Where settings differ, those that most ways have.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -132,6 +160,8 @@ def draw(summary: Sequence[Mapping], path: Path) -> None:
     shown = [x for x in summary if x["kl"] != ""]
     if not shown:
         return
+    (usual, _), *_ = Counter(tuple(x[y] for y in SHARED) for x in shown).most_common()
+    shown = [x for x in shown if tuple(x[y] for y in SHARED) == usual]
     retentions = list(dict.fromkeys(x["retention"] for x in shown))
     scorers = list(dict.fromkeys(x["scorer"] for x in shown))
     budgets = list(dict.fromkeys(x["budgets"] for x in shown))
@@ -161,3 +191,28 @@ def draw(summary: Sequence[Mapping], path: Path) -> None:
 
 def _cell(value, digits: int) -> str:
     return "" if value == "" else f"{value:.{digits}f}"
+
+
+def publish(rows: Sequence[Mapping], folder: Path, module: str) -> None:
+    """Print the table of ``rows`` and write it and its plot into ``folder``."""
+    summary = summarise(rows)
+    print(table(summary))
+    write_summary(summary, folder / "quality.csv", machine(module))
+    draw(summary, folder / "quality.png")
+    say(f"written to {folder}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    rows = read(folder / "texts.csv")
+    if not rows:
+        say(f"error: {folder / 'texts.csv'} holds no rows; python -m bench.quality measures some")
+        return 2
+    publish(rows, folder, "bench.quality_table")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

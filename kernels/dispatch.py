@@ -277,9 +277,11 @@ class Dispatch:
     def build(split_map: SplitMap, device: torch.device | str, stretched: bool = True):
         """Static tensors and buffers for ``split_map.batch`` requests."""
         layers, heads = split_map.splits.shape
-        grid = tuple(int(x) for x in split_map.grid)
+        rigid = tuple(int(x) for x in split_map.grid)
+        # a line is cut for just the programs that the GPU holds; a few more would run after all others
+        grid = (split_map.programs,) * layers if stretched else rigid
         widest = max(grid)
-        slots = torch.zeros(layers, widest // split_map.batch, 3, dtype=torch.int32)
+        slots = torch.zeros(layers, max(rigid) // split_map.batch, 3, dtype=torch.int32)
         for i in range(layers):
             own = torch.from_numpy(split_map.slots(i))
             slots[i, : len(own)] = own

@@ -57,9 +57,9 @@ class SplitDispatch:
         if batch > self._largest:
             # with room to grow: a batch that grows by one request a step is served by few buffers
             self._largest = batch = 1 << (batch - 1).bit_length()
-            grid = int(self._split_map(batch).grid.max())
+            # with equal splits, one for each head of every request at least
             self._workspace = Workspace.build(
-                max(grid, self.programs + batch * self._tables.heads),
+                max(self.programs, batch * self._tables.heads),
                 batch,
                 self._tables.heads,
                 self._ratio,

@@ -58,11 +58,11 @@ def describe(layers: list[int], shares: np.ndarray, programs: int, batch: int) -
     """The split map, and how evenly it and a map of equal splits share out the work."""
     ours = plan_splits(shares, programs, batch)
     equal = equal_splits(shares.shape, programs, batch)
-    lines = ["            splits by head, programs of the launch, busiest program to the mean"]
+    lines = ["            splits by head, of all requests, busiest program to the mean"]
     for i, layer in enumerate(layers):
         splits = " ".join(f"{s:4}" for s in ours.splits[i])
         lines.append(
-            f"  layer {layer:3} {splits}  grid {ours.grid[i]:5}  "
+            f"  layer {layer:3} {splits}  all {ours.grid[i]:6}  "
             f"{imbalance(shares[i], ours.splits[i]):5.2f} "
             f"(equal splits {imbalance(shares[i], equal.splits[i]):.2f})"
         )
@@ -75,7 +75,8 @@ def describe(layers: list[int], shares: np.ndarray, programs: int, batch: int) -
     ]
     lines.append(
         f"  busiest program to the mean: {mean[0]:.2f} on average, {worst[0]:.2f} at worst; with equal "
-        f"splits {mean[1]:.2f} and {worst[1]:.2f}"
+        f"splits {mean[1]:.2f} and {worst[1]:.2f}\n"
+        f"  a launch has {programs} programs, which take from the heads in these proportions, unrounded"
     )
     return "\n".join(lines)
 

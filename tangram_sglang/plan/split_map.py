@@ -36,15 +36,21 @@ class SplitMap:
 
     Attributes:
         batch: requests in flight.
+        programs: N_CTA, for the whole batch.
         splits: S, [L, H] int64.
     """
 
     batch: int
+    programs: int
     splits: np.ndarray
 
     @property
     def grid(self) -> np.ndarray:
-        """Programs of each layer's launch, [L] int64."""
+        """Programs of each layer's launch, a split of a request each, [L] int64.
+
+        Rounding makes them more than N_CTA, or fewer: 1,024 instead of 924 for 32 requests of 8 equal
+        heads. Those that do not fit at once start when others have ended.
+        """
         return self.batch * self.splits.sum(axis=1)
 
     def slots(self, layer: int) -> np.ndarray:
@@ -65,9 +71,11 @@ def plan_splits(shares: np.ndarray, programs: int, batch: int) -> SplitMap:
         programs: N_CTA, programs that the GPU holds at once, for the whole batch.
         batch: requests in flight.
     """
-    return SplitMap(batch, np.stack([split_counts(layer, programs / batch) for layer in shares]))
+    splits = np.stack([split_counts(layer, programs / batch) for layer in shares])
+    return SplitMap(batch, programs, splits)
 
 
 def equal_splits(heads: tuple[int, int], programs: int, batch: int) -> SplitMap:
-    """The map that knows no budgets: every head of [L, H] gets equally many splits."""
-    return plan_splits(np.ones(heads), programs, batch)
+    """The map that knows no budgets: every head of [L, H] gets as many splits as fit at once."""
+    splits = max(1, programs // (batch * heads[1]))
+    return SplitMap(batch, programs, np.full(heads, splits, dtype=np.int64))

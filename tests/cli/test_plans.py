@@ -73,7 +73,7 @@ def test_plan_shares_out_the_programs_of_a_gpu(capsys):
     assert "N_CTA 264 programs" in out
     for batch in (1, 8):
         part = out.split(f"batch {batch}\n")[1].split("batch")[0]
-        lines = re.findall(r"layer +\d+ +([\d ]+) grid +(\d+) +([\d.]+)", part)
+        lines = re.findall(r"layer +\d+ +([\d ]+) all +(\d+) +([\d.]+)", part)
         assert len(lines) == 30
         for splits, grid, balance in lines:
             assert batch * sum(map(int, splits.split())) == int(grid)

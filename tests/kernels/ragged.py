@@ -149,7 +149,8 @@ class RaggedBatch:
             split_map = self.split_map(programs)
         else:
             shape = (len(self.sliding), self.heads)
-            split_map = SplitMap(batch, np.full(shape, splits, dtype=np.int64))
+            programs = splits * batch * self.heads
+            split_map = SplitMap(batch, programs, np.full(shape, splits, dtype=np.int64))
         dispatch = Dispatch.build(split_map, DEVICE, stretched)
         dispatch.starts.fill_(-(2**30))
         dispatch.pieces.fill_(-(2**30))

@@ -98,9 +98,10 @@ def test_equal_splits_change_who_computes_and_not_what(sides):
     cpu, gpu = sides(400, splits="equal")
     run_both(cpu, gpu)
     dispatch = gpu.backend._splits.of(2)[0]
-    assert not dispatch.stretched and (dispatch.splits[..., 1] == 2).all()
+    assert not dispatch.stretched and (dispatch.splits[..., 1] == 1).all()
     stretched = sides(400)[1].backend._splits.of(2)[0]
-    assert stretched.stretched and not (stretched.splits[..., 1] == 2).all()
+    assert stretched.stretched and not (stretched.splits[..., 1] == 1).all()
+    assert dispatch.grid == (4, 4) and stretched.grid == (6, 6)
 
 
 def test_many_rows_that_seal_in_one_step_do_so_in_parts(sides, monkeypatch):
