@@ -25,7 +25,8 @@ from tests.probes import watch
 from tests.reference.tiny import random_tokens, save, tiny_llama
 from tests.serving import TINY_ENV, serve
 
-ENV = {**TINY_ENV, "TANGRAM_RETENTION": "0.5"}
+# its queries are held in pages of their own, which change hands like the tails'
+ENV = {**TINY_ENV, "TANGRAM_RETENTION": "0.5", "TANGRAM_SCORER": "snapkv"}
 
 
 def spared(control) -> None:
@@ -38,7 +39,7 @@ def spared(control) -> None:
 
         def noting(targets):
             advance(targets)
-            read = [pages.ravel() for step in rows.granted for pages in step.tail]
+            read = [x.ravel() for step in rows.granted for x in (*step.tail, *step.queries)]
             if read:
                 lost = len(np.intersect1d(np.concatenate(read), rows.taken))
                 control.record({"rows": {}, "lost": lost, "spare": count, "batch": len(targets)})
