@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from tangram_sglang.kernels.raw_write import BLOCK
 from tangram_sglang.plan.layout import KVLayout
 
-BLOCK = 32
 # heads of a tile. The same for one layer, which a prefill seals, as for many, which a decode step does, so
 # that both take the kernel that the warm-up compiled.
 HEADS = 16

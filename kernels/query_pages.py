@@ -9,9 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tangram_sglang.kernels.raw_write import BLOCK
 from tangram_sglang.plan.queries import QueryRule
-
-BLOCK = 32
 
 
 @triton.jit(do_not_specialize=["first_head"])

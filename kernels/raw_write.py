@@ -6,6 +6,7 @@ import triton.language as tl
 
 from tangram_sglang.kernels.raw_rows import HeadIndex
 
+# tokens of a span; `query_pages` and `gate_pages` take the same spans
 BLOCK = 32
 
 

@@ -16,7 +16,8 @@ from tangram_sglang.backend.score_pages import ScorePages
 from tangram_sglang.backend.scorer_pages import ScorerPages
 from tangram_sglang.backend.seal_inputs import SealHeads
 from tangram_sglang.kernels.gate_pages import GatePlace, gather_gates
-from tangram_sglang.kernels.query_pages import BLOCK, gather_queries
+from tangram_sglang.kernels.query_pages import gather_queries
+from tangram_sglang.kernels.raw_write import BLOCK
 from tangram_sglang.kernels.records import raw_spans, seal_units
 from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.shape import LayerShape, ModelShape
