@@ -157,34 +157,36 @@ def draw(summary: Sequence[Mapping], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shown = [x for x in summary if x["kl"] != ""]
+    shown = [x for x in summary if x["kl"] != "" and "@" not in x["budgets"]]
     if not shown:
         return
     (usual, _), *_ = Counter(tuple(x[y] for y in SHARED) for x in shown).most_common()
     shown = [x for x in shown if tuple(x[y] for y in SHARED) == usual]
-    retentions = list(dict.fromkeys(x["retention"] for x in shown))
-    scorers = list(dict.fromkeys(x["scorer"] for x in shown))
-    budgets = list(dict.fromkeys(x["budgets"] for x in shown))
+    retentions, budgets = (
+        list(dict.fromkeys(x[y] for x in shown)) for y in ("retention", "budgets")
+    )
+    colours = {name: f"C{i}" for i, name in enumerate(budgets)}
     figure, axes = pyplot.subplots(
-        len(retentions), 2, figsize=(13, 3.4 * len(retentions)), squeeze=False, sharey="row"
+        len(retentions), 2, figsize=(13, 3.2 * len(retentions)), squeeze=False, sharey="row"
     )
     for line, rho in zip(axes, retentions, strict=True):
         for axis, turn in zip(line, ("turn 1", "later"), strict=True):
-            for i, name in enumerate(budgets):
-                mine = [
-                    x
-                    for x in shown
-                    if (x["retention"], x["turn"], x["budgets"]) == (rho, turn, name)
-                ]
-                offset = 0.8 * ((i + 0.5) / len(budgets) - 0.5)
-                at = [scorers.index(x["scorer"]) + offset for x in mine]
-                axis.bar(at, [x["kl"] for x in mine], 0.8 / len(budgets), label=name)
+            mine = [x for x in shown if (x["retention"], x["turn"]) == (rho, turn)]
+            # bars of a scorer stand side by side, scorers apart
+            at, ticks, place = [], {}, 0.0
+            for before, x in zip([None, *mine], mine, strict=False):
+                place += 1 if before is None or before["scorer"] == x["scorer"] else 2
+                at.append(place)
+                ticks.setdefault(x["scorer"], []).append(place)
+            axis.bar(at, [x["kl"] for x in mine], color=[colours[x["budgets"]] for x in mine])
             axis.set_yscale("log")
-            axis.set_xticks(range(len(scorers)), scorers, rotation=20, fontsize=8)
-            axis.set_title(f"retention {rho:g}, {turn}")
-    axes[0][0].set_ylabel("KL to full KV, geometric mean")
-    axes[0][0].legend(fontsize=7, title="budgets")
-    figure.tight_layout()
+            middles = [float(np.mean(x)) for x in ticks.values()]
+            axis.set_xticks(middles, ticks, rotation=25, ha="right", fontsize=8)
+            axis.set_title(f"retention {rho:g}, {turn}", fontsize=10)
+        line[0].set_ylabel("KL to full KV")
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=x) for x in colours.values()]
+    figure.legend(handles, colours, title="budgets", fontsize=8, loc="lower center", ncols=4)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
