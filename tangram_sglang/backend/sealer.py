@@ -145,6 +145,8 @@ class Sealer:
             )  # fmt: skip
         # as many heads at a time as there is room for, of layers as they come
         size = max(1, SCRATCH // (len(windows) * self._head_bytes()))
+        # lists of heads that start on 16 bytes, as whole ones do: no kernel is compiled for others
+        size -= size % 4 if size > 4 else 0
         for first in range(0, shape[1], size):
             end = min(first + size, shape[1])
             mine, own = heads.part(first, end), fresh.part(first, end)
