@@ -9,7 +9,7 @@ sampled during the run; `median_itl_ms` is the median time between two tokens of
 stock.
 
 Prompts are unrelated; `hit_rate` says that nothing was reused. With prompts this long and answers this
-short most of the time is prefill, which compression does not shorten.
+short most of the time is prefill.
 """
 
 from dataclasses import dataclass

@@ -257,8 +257,8 @@ class Dispatch:
         grid: programs of each layer's launch.
         stretched: how lines are cut.
         programs: [L] int32, ``grid`` on the device.
-        slots: [L, T, 3] int32, (head, split, splits) of a request's programs.
-        splits: [L, H, 2] int32, (first slot, splits) of a head.
+        slots: [L, T, 3] int32, (head, split, splits) of a request's programs; anything if stretched.
+        splits: [L, H, 2] int32, (first slot, splits) of a head; anything if stretched.
         starts: [L, max grid + 1, START] int32, written each step: where a program starts; the
             next one's start is its end.
         pieces: [L, batch * H, PIECE] int32, written each step, one for each (request, head).
@@ -275,24 +275,32 @@ class Dispatch:
 
     @staticmethod
     def build(split_map: SplitMap, device: torch.device | str, stretched: bool = True):
-        """Static tensors and buffers for ``split_map.batch`` requests."""
+        """Static tensors and buffers for ``split_map.batch`` requests.
+
+        Stretched lines need no table, and nothing is copied from the host.
+        """
         layers, heads = split_map.splits.shape
-        rigid = tuple(int(x) for x in split_map.grid)
-        # a line is cut for just the programs that the GPU holds; a few more would run after all others
-        grid = (split_map.programs,) * layers if stretched else rigid
+        if stretched:
+            # for just the programs that the GPU holds; a few more would run after all others
+            grid = (split_map.programs,) * layers
+            programs = torch.full((layers,), split_map.programs, dtype=torch.int32, device=device)
+            slots = splits = torch.zeros(1, 1, 1, dtype=torch.int32, device=device)
+        else:
+            grid = tuple(int(x) for x in split_map.grid)
+            programs = torch.tensor(grid, dtype=torch.int32, device=device)
+            slots = torch.zeros(layers, max(grid) // split_map.batch, 3, dtype=torch.int32)
+            for i in range(layers):
+                own = torch.from_numpy(split_map.slots(i))
+                slots[i, : len(own)] = own
+            splits = torch.from_numpy(split_map.splits)
+            splits = torch.stack([splits.cumsum(1) - splits, splits], dim=2).to(torch.int32)
         widest = max(grid)
-        slots = torch.zeros(layers, max(rigid) // split_map.batch, 3, dtype=torch.int32)
-        for i in range(layers):
-            own = torch.from_numpy(split_map.slots(i))
-            slots[i, : len(own)] = own
-        splits = torch.from_numpy(split_map.splits)
-        splits = torch.stack([splits.cumsum(1) - splits, splits], dim=2).to(torch.int32)
         pieces = split_map.batch * heads
         return Dispatch(
             batch=split_map.batch,
             grid=grid,
             stretched=stretched,
-            programs=torch.tensor(grid, dtype=torch.int32, device=device),
+            programs=programs,
             slots=slots.to(device),
             splits=splits.to(device),
             starts=torch.zeros(layers, widest + 1, START, dtype=torch.int32, device=device),

@@ -61,6 +61,11 @@ class TangramKVPool(KVCache):
         """The pool as rows of D."""
         return self.pages.view(-1, self.pages.shape[-1])
 
+    @property
+    def lines(self) -> torch.Tensor:
+        """The pool as a line of fp32 a page, for gate scores."""
+        return self.pages.flatten(1).view(torch.float32)
+
     def tokens(self, pages: int) -> int:
         """``pages`` as a share of the capacity in true tokens.
 

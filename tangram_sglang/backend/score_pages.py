@@ -29,7 +29,7 @@ class ScorePages:
             return None
         page, each = self._layout.rule.page, self._layout.page_scores
         pages = torch.from_numpy(step.tail[0][self._first :]).long()
-        found = self._fp32()[pages, : page * each].view(len(pages), -1, each)
+        found = self._pool.lines[pages, : page * each].view(len(pages), -1, each)
         tokens = step.n0 - self._layout.tail_start(None, step.n0, step.floor)
         return found[:, :tokens].transpose(1, 2).flatten(0, 1)[: len(self._kind.groups)]
 
@@ -47,8 +47,4 @@ class ScorePages:
         head = torch.arange(first, first + len(scores), device=scores.device)[:, None]
         ring = self._kind.ring_offset[self._first + head // each]
         pages = self._table[step.row, ring + token // page % self._kind.kind.ring].long()
-        self._fp32()[pages, token % page * each + head % each] = scores[:, start - step.n0 :]
-
-    def _fp32(self) -> torch.Tensor:
-        """The pool, a line of fp32 a page."""
-        return self._pool.pages.flatten(1).view(torch.float32)
+        self._pool.lines[pages, token % page * each + head % each] = scores[:, start - step.n0 :]

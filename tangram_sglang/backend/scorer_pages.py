@@ -32,8 +32,7 @@ class ScorerPages:
         self._gates: GatePlace | None = None
         if layout.score_groups:
             self._gates = GatePlace.of(layout)
-            # a line of fp32 a page
-            self._lines = pool.pages.flatten(1).view(torch.float32)
+            self._lines = pool.lines
         # new tokens of a decode step; captured graphs write and read it
         self._spans = torch.zeros(
             len(table), SPAN_FIELDS, dtype=torch.int32, device=pool.pages.device

@@ -44,8 +44,7 @@ class Sealer:
         self._queries_held = pool.plan.layout.queries
         if pool.plan.layout.score_groups:
             self._gates = GatePlace.of(pool.plan.layout)
-            # a line of fp32 a page
-            self._lines = pool.pages.flatten(1).view(torch.float32)
+            self._lines = pool.lines
         # set once kernels are compiled, which is no compression
         self.clock: DeviceClock | None = None
         if isinstance(self._scorer, ExpectedAttention):

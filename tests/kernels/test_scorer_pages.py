@@ -105,12 +105,12 @@ def test_many_heads_of_a_half_precision_pool():
         torch.full((901, 1, 2, RULE.page, 4), torch.nan, dtype=torch.float16, device=device)
         for device in ("cpu", GPU)
     )
-    lines = mine.flatten(1).view(torch.float32)
+    their_lines, lines = (x.flatten(1).view(torch.float32) for x in (theirs, mine))
     held, device_table = torch.from_numpy(rows.table), torch.from_numpy(rows.table).to(GPU)
-    cpu = SimpleNamespace(pages=theirs, flat=theirs.view(-1, 4), plan=plan)
+    cpu = SimpleNamespace(pages=theirs, flat=theirs.view(-1, 4), lines=their_lines, plan=plan)
     queries = QueryPages(cpu, held)
     scores = ScorePages(cpu, held, head_tables(layout, "cpu")[1][0])
-    pages = ScorerPages(SimpleNamespace(pages=mine, plan=plan), device_table)
+    pages = ScorerPages(SimpleNamespace(pages=mine, lines=lines, plan=plan), device_table)
     generator = torch.Generator().manual_seed(0)
     # every token's, by row: [n, 27, 4] and [n, 9]
     all_q = {row: torch.randn(90, 27, 4, generator=generator).half() for row in (1, 2)}
