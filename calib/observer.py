@@ -43,6 +43,7 @@ class Observer:
         out: Path,
         query_stats: QueryStats | None = None,
         projections: Callable[[], Mapping[int, torch.Tensor]] = dict,
+        device: torch.device | str = "cpu",
     ):
         """Prepare for the layers of ``shape``.
 
@@ -55,6 +56,7 @@ class Observer:
                 name a file of them instead.
             projections: gives the weights of the output projections, [hidden, HQ * D], by layer id;
                 called only where errors are asked for.
+            device: where windows lie.
         """
         layers = tuple(x for x in shape.layers if x.sliding_window is None)
         self._shape = ModelShape(layers)
@@ -65,7 +67,7 @@ class Observer:
         for x in layers:
             self._heads[x.layer_id] = torch.arange(first, first + x.kv_heads)
             first += x.kv_heads
-        self._given_stats, self._projections = query_stats, projections
+        self._given_stats, self._projections, self._device = query_stats, projections, device
         self._written, self._stamp = 0, None
         self._follow_request()
 
@@ -162,9 +164,8 @@ class Observer:
         selection = None if request.error is None else create_scorer(request.error)
         self._stats = self._given_stats
         if request.stats_file is not None:
-            device = next(iter(self._inv_freq.values())).device
             self._stats = load_query_stats(
-                Path(request.stats_file), request.stats_hash, self._shape, device
+                Path(request.stats_file), request.stats_hash, self._shape, self._device
             )
         for name, scorer in {**self._profiles, request.error: selection}.items():
             if scorer and "query_stats" in scorer.needs and self._stats is None:

@@ -315,7 +315,8 @@ def decode_attention(
         SINKS=sinks is not None,
         DEPENDENT=dependent,
         PIECE=PIECE,
-        num_warps=4,
+        # of 32 x 32K, 8 x 32K, 1 x 128K and 64 x 4K no other is faster by more than one percent
+        num_warps=1,
         **({"launch_pdl": True} if dependent else {}),
     )
     return out

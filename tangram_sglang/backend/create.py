@@ -88,7 +88,8 @@ def _observer(model_runner, path: str):
     from tangram_sglang.backend.rope import rotary_frequencies
     from tangram_sglang.calib.observer import Observer
 
-    layout = model_runner.token_to_kv_pool.plan.layout
+    pool = model_runner.token_to_kv_pool
+    layout = pool.plan.layout
     if layout.compresses:
         raise TangramError("TANGRAM_OBSERVE needs every token: set TANGRAM_RETENTION=1.0")
     model = model_runner.model
@@ -98,4 +99,5 @@ def _observer(model_runner, path: str):
         layout.rule,
         Path(path),
         projections=lambda: output_projections(model),
+        device=pool.device,
     )

@@ -97,11 +97,13 @@ def test_prompts_held_whole_see_all_of_themselves_and_are_sealed_at_their_end(si
 def test_equal_splits_change_who_computes_and_not_what(sides):
     cpu, gpu = sides(400, splits="equal")
     run_both(cpu, gpu)
-    dispatch = gpu.backend._splits.of(2)[0]
-    assert not dispatch.stretched and (dispatch.splits[..., 1] == 1).all()
+    splits = gpu.backend._splits
+    dispatch, heads = splits.of(2)[0], 4  # of two requests
+    each = max(1, splits.programs // heads)
+    assert not dispatch.stretched and (dispatch.splits[..., 1] == each).all()
+    assert dispatch.grid == (each * heads,) * 2
     stretched = sides(400)[1].backend._splits.of(2)[0]
-    assert stretched.stretched
-    assert dispatch.grid == (4, 4) and stretched.grid == (6, 6)
+    assert stretched.stretched and stretched.grid == (splits.programs,) * 2
 
 
 def test_many_rows_that_seal_in_one_step_do_so_in_parts(sides, monkeypatch):
