@@ -106,7 +106,9 @@ def ready(
     norms, logs = now.subject.norms(now.scratch), now.options.logs or now.scratch
     with Fleet(group, now.shared_flags(), now.subject.environment, logs) as fleet:
         for experiment in experiments:
-            experiment.load_client()
+            # if it cannot be had, measuring fails on it again, and ends that experiment alone
+            with contextlib.suppress(ImportError):
+                experiment.load_client()
         fleet.wait_until_ready()
         if norms is not None:
             for _, server in fleet:
