@@ -90,7 +90,7 @@ def succeeded(experiment: Experiment, now: Bench, entry: Entry, server: Server) 
     """Measure one server; what went wrong is said."""
     try:
         experiment.on_server(now, entry, server)
-    except Exception:
+    except (Exception, SystemExit):  # SGLang's client exits when it finds no server
         say(f"{experiment.name} failed on {entry.name}:\n{traceback.format_exc()}")
         say(f"--- last lines of its log\n{server.log_tail(15)}\n---")
         return False

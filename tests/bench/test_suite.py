@@ -1,11 +1,12 @@
 """bench/session.py and bench/suite.py: several experiments on servers that are started once."""
 
 import csv
+import importlib
 from dataclasses import replace
 
 import pytest
 
-from bench import session, suite
+from bench import client, session, suite
 from bench.experiment import Experiment
 from bench.gate import Verdict
 from bench.subject import Subject
@@ -138,6 +139,35 @@ def test_one_that_fails_does_not_end_the_others(events, monkeypatch, tmp_path, c
     # what it had measured by then is kept
     assert (tmp_path / "one.csv").read_text().count("triton") == 1
     assert shown.out.count("triton") == 2
+
+
+def test_a_client_that_cannot_be_had_ends_one_experiment(events, monkeypatch, tmp_path, capsys):
+    def load(*given):
+        raise ModuleNotFoundError("no client")
+
+    def leave(*given):
+        raise SystemExit(1)
+
+    one = replace(experiment("one"), load_client=load, on_server=load)
+    two = replace(experiment("two"), on_server=leave)
+    known(monkeypatch, one, two, experiment("three"))
+    front = ["--results", str(tmp_path), "--baselines", "triton"]
+    assert session.run("bench.suite", asked_for([*front, "one", "two", "three"])) == 1
+    assert len([x for x in events if x[0] == "three"]) == 3
+    shown = capsys.readouterr()
+    assert "ModuleNotFoundError: no client" in shown.err
+    assert "two failed on triton" in shown.err
+    assert shown.out.count("nothing measured") == 2
+
+
+def test_a_stand_in_is_there_while_others_are_imported_and_gone_after():
+    with client.stand_in("nothing_of_that_name", given=None):
+        found = importlib.import_module("nothing_of_that_name")
+        assert found.given is None
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("nothing_of_that_name")
+    with client.stand_in("csv", reader=None):
+        assert csv.reader is not None
 
 
 def test_servers_are_not_started_for_nothing(events, monkeypatch, tmp_path, capsys):
