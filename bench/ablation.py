@@ -20,16 +20,20 @@ uneven the work is. Most of the time is prefill, which the split map does not to
 `median_itl_ms`, the median time between two tokens of an answer.
 """
 
+import argparse
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from bench import offline
-from bench.experiment import Bench, bench, parser
+from bench.experiment import Bench, Experiment
 from bench.fleet import Entry
+from bench.session import main
+from tangram_sglang.cli.server import Server
 from tangram_sglang.plan.described import plan_layout
 from tangram_sglang.plan.file import load_plan
 from tangram_sglang.settings import Settings
 
-MODULE = "bench.ablation"
 STEPS = {
     "uniform": {"splits": "equal"},
     "layer": {"grouping": "layer", "splits": "equal"},
@@ -42,7 +46,7 @@ CASE = offline.CASES["concurrency"]
 def steps(now: Bench) -> list[Entry]:
     """Stock and ours at 1.0, then what was asked for."""
     options = now.options
-    found = [*now.entries()[: len(options.baselines)], now.ours(1.0)]
+    found = [*now.stocks(), now.ours(1.0)]
     share = options.retention
     found += [
         now.ours(share, plan=name != "uniform", name=name, **STEPS[name]) for name in options.steps
@@ -61,25 +65,24 @@ def described(entry: Entry, max_tokens: int) -> dict[str, float | str]:
     return {"kept_share": round(layout.retention_held, 4), "spread": max(kept) / min(kept)}
 
 
-def main() -> None:
-    options = parser(MODULE, __doc__, offline.POOL_TOKENS, offline.RUNNING)
-    options.add_argument("--retention", type=float, default=0.25)
-    options.add_argument("--steps", nargs="*", choices=STEPS, default=list(STEPS))
-    options.add_argument("--heads", type=int, nargs="*", default=[1, 2, 4, 8, 16])
-    options.add_argument("--requests", type=int, default=CASE.requests)
-    options = options.parse_args()
-    with bench(MODULE, options) as now:
-        case = offline.Case(options.requests, CASE.input_len, CASE.output_len)
-        for entry, server in now.servers(steps(now)):
-            runs = now.runs(lambda seed: offline.measure(now, server, case, seed))  # noqa: B023
-            asked = {
-                "requests": case.requests,
-                "input_len": now.length(case.input_len),
-                "output_len": now.length(case.output_len),
-                **described(entry, options.context_length),
-            }
-            now.report.add(entry, "32K", asked, runs, main="tokens_per_s")
+def on_server(now: Bench, entry: Entry, server: Server) -> None:
+    case = replace(CASE, requests=now.options.requests)
+    runs = now.runs(partial(offline.measure, now, server, case))
+    asked = {**offline.sizes(now, case), **described(entry, now.options.context_length)}
+    now.report.add(entry, "32K", asked, runs, main="tokens_per_s")
 
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--retention", type=float, default=0.25)
+    parser.add_argument("--steps", nargs="*", choices=STEPS, default=list(STEPS))
+    parser.add_argument("--heads", type=int, nargs="*", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--requests", type=int, default=CASE.requests)
+
+
+EXPERIMENT = Experiment(
+    *("bench.ablation", __doc__, offline.POOL_TOKENS, offline.RUNNING),
+    *(on_server, add_options, steps),
+)
 
 if __name__ == "__main__":
-    main()
+    main(EXPERIMENT)

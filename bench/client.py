@@ -26,12 +26,24 @@ MODULE = "sglang.benchmark.serving"
 def load() -> types.ModuleType:
     """The client; the first call takes ten seconds."""
     os.environ.update(LOOPBACK)  # for its requests, which would go through a proxy
-    if importlib.util.find_spec("datasets") is None:
-        stand_in = types.ModuleType("datasets")
-        stand_in.__spec__ = importlib.machinery.ModuleSpec("datasets", None)
-        stand_in.load_dataset = None
-        sys.modules["datasets"] = stand_in
-    return importlib.import_module(MODULE)
+    with stand_in("datasets", load_dataset=None):
+        return importlib.import_module(MODULE)
+
+
+@contextlib.contextmanager
+def stand_in(name: str, **attributes: object) -> Iterator[None]:
+    """An empty module while others are imported that need it, where it is not installed."""
+    if name in sys.modules or importlib.util.find_spec(name) is not None:
+        yield
+        return
+    module = types.ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    vars(module).update(attributes)
+    sys.modules[name] = module
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 @contextlib.contextmanager

@@ -12,14 +12,18 @@ uncompressed.
 later, `hit_rate` cached tokens, as the server counts them, over prompt tokens of those turns.
 """
 
+import argparse
 import statistics
 from collections.abc import Sequence
+from functools import partial
 
 from bench import client
-from bench.experiment import Bench, bench, parser
+from bench.experiment import Bench, Experiment
+from bench.fleet import Entry
 from bench.gauge import Gauge
+from bench.session import main
+from tangram_sglang.cli.server import Server
 
-MODULE = "bench.multi_turn"
 POOL_TOKENS, RUNNING = 152_000, 64
 FIRST, MORE = 32_768, 1024
 
@@ -51,7 +55,7 @@ def figures(result: dict, turns: int, peak: float) -> dict[str, float]:
     }
 
 
-def measure(now: Bench, server, seed: int) -> dict[str, float]:
+def measure(now: Bench, server: Server, seed: int) -> dict[str, float]:
     conversations, turns = now.options.conversations, now.options.turns
     lengths = now.length(FIRST), now.length(MORE), turns, now.length(now.options.answer)
     flags = client.conversation_load(conversations, *lengths)
@@ -60,24 +64,26 @@ def measure(now: Bench, server, seed: int) -> dict[str, float]:
     return figures(result, turns, running.peak)
 
 
-def main() -> None:
-    options = parser(MODULE, __doc__, POOL_TOKENS, RUNNING)
-    options.add_argument("--conversations", type=int, default=12)
-    options.add_argument("--turns", type=int, default=5)
-    options.add_argument("--answer", type=int, default=128, help="tokens of each (%(default)s)")
-    options = options.parse_args()
-    with bench(MODULE, options) as now:
-        lengths = [now.length(x) for x in (FIRST, MORE, options.answer)]
-        held = now.pool.tokens / conversation_tokens(*lengths, options.turns)
-        for entry, server in now.servers(now.entries()):
-            runs = now.runs(lambda seed: measure(now, server, seed))  # noqa: B023
-            asked = {
-                **{"conversations": options.conversations, "turns": options.turns},
-                **dict(zip(("first", "more", "answer"), lengths, strict=True)),
-                "held": round(held, 2),
-            }
-            now.report.add(entry, "all turns", asked, runs, main="tokens_per_s")
+def on_server(now: Bench, entry: Entry, server: Server) -> None:
+    options = now.options
+    lengths = [now.length(x) for x in (FIRST, MORE, options.answer)]
+    held = now.pool.tokens / conversation_tokens(*lengths, options.turns)
+    asked = {
+        **{"conversations": options.conversations, "turns": options.turns},
+        **dict(zip(("first", "more", "answer"), lengths, strict=True)),
+        "held": round(held, 2),
+    }
+    runs = now.runs(partial(measure, now, server))
+    now.report.add(entry, "all turns", asked, runs, main="tokens_per_s")
 
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--conversations", type=int, default=12)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--answer", type=int, default=128, help="tokens of each (%(default)s)")
+
+
+EXPERIMENT = Experiment("bench.multi_turn", __doc__, POOL_TOKENS, RUNNING, on_server, add_options)
 
 if __name__ == "__main__":
-    main()
+    main(EXPERIMENT)

@@ -12,13 +12,17 @@ Prompts are unrelated; `hit_rate` says that nothing was reused. With prompts thi
 short most of the time is prefill.
 """
 
-from dataclasses import dataclass
+import argparse
+from dataclasses import dataclass, replace
+from functools import partial
 
 from bench import client
-from bench.experiment import Bench, bench, parser
+from bench.experiment import Bench, Experiment
+from bench.fleet import Entry
 from bench.gauge import Gauge
+from bench.session import main
+from tangram_sglang.cli.server import Server
 
-MODULE = "bench.offline"
 POOL_TOKENS, RUNNING = 152_000, 64  # 20 GB of Llama-3.1-8B
 
 
@@ -32,10 +36,10 @@ class Case:
 
 
 CASES = {
-    "short": Case(32, 16_384, 128),
-    "mid": Case(12, 49_152, 128),
-    "long": Case(5, 122_880, 128),
-    "concurrency": Case(24, 32_768, 256),
+    "short": Case(24, 16_384, 128),
+    "mid": Case(9, 49_152, 128),
+    "long": Case(4, 122_880, 128),
+    "concurrency": Case(20, 32_768, 256),
 }
 
 
@@ -53,7 +57,7 @@ def figures(result: dict, peak: float) -> dict[str, float]:
     }
 
 
-def measure(now: Bench, server, case: Case, seed: int) -> dict[str, float]:
+def measure(now: Bench, server: Server, case: Case, seed: int) -> dict[str, float]:
     flags = client.random_load(
         case.requests, now.length(case.input_len), now.length(case.output_len)
     )
@@ -62,30 +66,30 @@ def measure(now: Bench, server, case: Case, seed: int) -> dict[str, float]:
     return figures(result, running.peak)
 
 
-def main() -> None:
-    options = parser(MODULE, __doc__, POOL_TOKENS, RUNNING)
-    options.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    options.add_argument("--requests", type=int, help="of every case, instead of its own number")
-    options = options.parse_args()
-    with bench(MODULE, options) as now:
-        for entry, server in now.servers(now.entries()):
-            for name in options.cases:
-                case = CASES[name]
-                if options.requests:
-                    case = Case(options.requests, case.input_len, case.output_len)
-                runs = now.runs(lambda seed: measure(now, server, case, seed))  # noqa: B023
-                now.report.add(
-                    entry,
-                    name,
-                    {
-                        "requests": case.requests,
-                        "input_len": now.length(case.input_len),
-                        "output_len": now.length(case.output_len),
-                    },
-                    runs,
-                    main="peak_running" if name == "concurrency" else "tokens_per_s",
-                )
+def sizes(now: Bench, case: Case) -> dict[str, int]:
+    """Of a case, for its row."""
+    return {
+        "requests": case.requests,
+        "input_len": now.length(case.input_len),
+        "output_len": now.length(case.output_len),
+    }
 
+
+def on_server(now: Bench, entry: Entry, server: Server) -> None:
+    for name in now.options.cases:
+        case = CASES[name]
+        case = replace(case, requests=now.options.requests or case.requests)
+        runs = now.runs(partial(measure, now, server, case))
+        figure = "peak_running" if name == "concurrency" else "tokens_per_s"
+        now.report.add(entry, name, sizes(now, case), runs, main=figure)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--requests", type=int, help="of every case, instead of its own number")
+
+
+EXPERIMENT = Experiment("bench.offline", __doc__, POOL_TOKENS, RUNNING, on_server, add_options)
 
 if __name__ == "__main__":
-    main()
+    main(EXPERIMENT)

@@ -24,22 +24,27 @@ its pool has more spare pages than that of `reserve`, for one prompt of `--conte
 kept. They come on top of the bytes that both have, and are given to nobody.
 """
 
+import argparse
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from bench import client
-from bench.experiment import Bench, bench, parser
+from bench.experiment import Bench, Experiment
 from bench.fleet import Entry
 from bench.gauge import Gauge
 from bench.offline import POOL_TOKENS, RUNNING
 from bench.record import say
 from bench.report import medians
+from bench.session import main
+from tangram_sglang.cli.server import Server
 from tangram_sglang.plan.described import plan_layout
 from tangram_sglang.plan.file import load_plan
 from tangram_sglang.settings import Settings
 
-MODULE = "bench.reclaim"
 RESERVE, RECLAIM = "reserve", "reclaim"
 # and the time that is compared
 CASES = {"alone": "prefill_s", "together": "duration_s"}
@@ -65,7 +70,7 @@ def servers(now: Bench) -> list[Entry]:
         say(f"{RECLAIM}: {extra} bytes of spare pages on top of the pool")
         reclaim["pool_bytes"] = now.pool.bytes + extra
     return [
-        *now.entries()[: len(options.baselines)],
+        *now.stocks(),
         now.ours(1.0),
         now.ours(options.retention, name=RESERVE),
         now.ours(options.retention, **reclaim),
@@ -86,7 +91,7 @@ def figures(result: dict, peak: float, together: bool) -> dict[str, float]:
     }
 
 
-def measure(now: Bench, server, case: str, seed: int) -> dict[str, float]:
+def measure(now: Bench, server: Server, case: str, seed: int) -> dict[str, float]:
     options = now.options
     if case == "alone":
         flags = client.random_load(options.alone, now.length(options.input), 1)
@@ -99,37 +104,42 @@ def measure(now: Bench, server, case: str, seed: int) -> dict[str, float]:
     return figures(result, running.peak, case == "together")
 
 
-def main() -> None:
-    options = parser(MODULE, __doc__, POOL_TOKENS, RUNNING)
-    # the table and the spare pages of `reclaim` grow with it
-    options.set_defaults(context_length=40_960)
-    options.add_argument("--retention", type=float, default=0.25)
-    options.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    options.add_argument("--input", type=int, default=32_768, help="tokens (%(default)s)")
-    options.add_argument("--answer", type=int, default=256, help="tokens (%(default)s)")
-    options.add_argument("--alone", type=int, default=5, help="prompts in turn (%(default)s)")
-    options.add_argument("--requests", type=int, default=24, help="together (%(default)s)")
-    options = options.parse_args()
-    took: dict[str, float] = {}
-    with bench(MODULE, options) as now:
-        for entry, server in now.servers(servers(now)):
-            for case in options.cases:
-                runs = now.runs(lambda seed: measure(now, server, case, seed))  # noqa: B023
-                saved = ""
-                if runs:
-                    median = medians(runs)[CASES[case]]
-                    if entry.name == RESERVE:
-                        took[case] = median
-                    elif entry.name == RECLAIM and case in took:
-                        saved = round(1 - took[case] / median, 4)
-                asked = {
-                    "requests": options.alone if case == "alone" else options.requests,
-                    "input_len": now.length(options.input),
-                    "output_len": 1 if case == "alone" else now.length(options.answer),
-                    "saved": saved,
-                }
-                now.report.add(entry, case, asked, runs, main="prefill_tokens_per_s")
+def saved(rows: Sequence[Mapping[str, Any]], case: str, runs: Sequence[dict]) -> float | str:
+    """Share of the time of `reclaim`'s ``runs`` that `reserve`, measured before, did without."""
+    before = [x[CASES[case]] for x in rows if (x["server"], x["case"]) == (RESERVE, case)]
+    if not (before and runs):
+        return ""
+    return round(1 - before[-1] / medians(runs)[CASES[case]], 4)
 
+
+def on_server(now: Bench, entry: Entry, server: Server) -> None:
+    options = now.options
+    for case in options.cases:
+        runs = now.runs(partial(measure, now, server, case))
+        asked = {
+            "requests": options.alone if case == "alone" else options.requests,
+            "input_len": now.length(options.input),
+            "output_len": 1 if case == "alone" else now.length(options.answer),
+            "saved": saved(now.report.rows, case, runs) if entry.name == RECLAIM else "",
+        }
+        now.report.add(entry, case, asked, runs, main="prefill_tokens_per_s")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    # the table and the spare pages of `reclaim` grow with it
+    parser.set_defaults(context_length=40_960)
+    add = parser.add_argument
+    add("--retention", type=float, default=0.25)
+    add("--cases", nargs="+", choices=CASES, default=list(CASES))
+    add("--input", type=int, default=32_768, help="tokens (%(default)s)")
+    add("--answer", type=int, default=256, help="tokens (%(default)s)")
+    add("--alone", type=int, default=5, help="prompts in turn (%(default)s)")
+    add("--requests", type=int, default=24, help="together (%(default)s)")
+
+
+EXPERIMENT = Experiment(
+    "bench.reclaim", __doc__, POOL_TOKENS, RUNNING, on_server, add_options, servers
+)
 
 if __name__ == "__main__":
-    main()
+    main(EXPERIMENT)

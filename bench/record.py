@@ -3,6 +3,7 @@
 import csv
 import datetime
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -29,7 +30,7 @@ def machine(module: str) -> dict[str, str]:
         "cpu": models[0] if models else platform.processor(),
         "cores": str(len(models)),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": " ".join([f"python -m {module}", *sys.argv[1:]]),
+        "command": f"python -m {module} {shlex.join(sys.argv[1:])}".rstrip(),
     }
 
 

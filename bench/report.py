@@ -26,7 +26,7 @@ class Report:
     """Appends a row as soon as a case is measured; a run that is cut off keeps what it has.
 
     A ratio over stock is of the case's main figure, to the best stock entry measured before it in
-    this run. It is only there when the gate passed.
+    this run: more is better. It is only there when the gate passed.
     """
 
     def __init__(self, path: Path, common: Mapping[str, Any], facts: Mapping[str, Any]):
@@ -43,10 +43,11 @@ class Report:
         runs: Sequence[Mapping[str, float]],
         main: str,
         lower_is_better: bool = False,
+        over_stock: bool = False,
     ) -> None:
         """``asked``: the case's sizes. ``runs``: figures of each run; without one there is no row.
 
-        ``main`` names the figure that is compared.
+        ``main`` names the figure that is compared. ``over_stock`` adds it as a multiple of stock's.
         """
         if not runs:
             return
@@ -55,14 +56,16 @@ class Report:
         if entry.stock:
             before = self._stock.get(case, value)
             self._stock[case] = (min if lower_is_better else max)(before, value)
-        base, ratio = self._stock.get(case), ""
+        base, multiple, ratio = self._stock.get(case), "", ""
         if base and value and self.verdict.passed:
-            ratio = rounded(base / value if lower_is_better else value / base)
+            multiple = rounded(value / base)
+            ratio = rounded(base / value) if lower_is_better else multiple
         row = {
             **self._common,
             **{"case": case, "server": entry.name, "retention": entry.retention},
             **asked,
             **{name: rounded(value) for name, value in found.items()},
+            **({"over_best_stock": multiple} if over_stock else {}),
             **{"times_stock": ratio, "of": main},
             **{"runs": len(runs), "gate": self.verdict.text},
         }

@@ -44,13 +44,8 @@ def shape_folder(name: str) -> Path:
     return folder
 
 
-def token_bytes(name: str, itemsize: int = 2) -> int:
-    """Bytes of one token's K and V, over all layers."""
-    return config_token_bytes(shape_folder(name), itemsize)
-
-
 def config_token_bytes(folder: Path, itemsize: int) -> int:
-    """The same of any model folder with full attention in every layer."""
+    """Bytes of one token's K and V, over all layers of a model with full attention in each."""
     config = json.loads((folder / "config.json").read_text())
     heads = config["num_key_value_heads"] * config["head_dim"]
     return config["num_hidden_layers"] * 2 * heads * itemsize

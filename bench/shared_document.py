@@ -2,21 +2,26 @@
 
     python -m bench.shared_document [--users 128] [--document 65536]
 
-All users ask at once, of a document that no server has seen. The pool holds the document and the
-questions and answers of some twenty users uncompressed, so the rest wait; and every decode step reads the
-document once per running user. Lengths are those of the issue; only the pool is scaled down.
+All users ask at once, of a document that no server has seen, questions of 1,024 tokens with answers of
+256. The pool, the common one of 152,000 tokens, holds the document and what 67 of the 128 users add to
+it uncompressed, so the rest wait; and every decode step reads the document once per running user.
 
 `answers_per_s` counts finished users. `hit_rate` is the share of prompt tokens that the server took
 from its cache.
 """
 
-from bench import client
-from bench.experiment import Bench, bench, parser
-from bench.gauge import Gauge
+import argparse
+from functools import partial
 
-MODULE = "bench.shared_document"
-POOL_TOKENS, RUNNING = 73_000, 128
-QUESTION, ANSWER = 256, 128
+from bench import client
+from bench.experiment import Bench, Experiment
+from bench.fleet import Entry
+from bench.gauge import Gauge
+from bench.session import main
+from tangram_sglang.cli.server import Server
+
+POOL_TOKENS, RUNNING = 152_000, 128
+QUESTION, ANSWER = 1024, 256
 
 
 def figures(result: dict, peak: float) -> dict[str, float]:
@@ -31,33 +36,33 @@ def figures(result: dict, peak: float) -> dict[str, float]:
     }
 
 
-def measure(now: Bench, server, users: int, document: int, seed: int) -> dict[str, float]:
-    flags = client.shared_load(
-        users, now.length(document), now.length(QUESTION), now.length(ANSWER)
-    )
+def measure(now: Bench, server: Server, seed: int) -> dict[str, float]:
+    lengths = (now.length(x) for x in (now.options.document, QUESTION, ANSWER))
+    flags = client.shared_load(now.options.users, *lengths)
     with Gauge(server.url, "sglang:num_running_reqs") as running:
         result = now.load(server, flags, seed)
     return figures(result, running.peak)
 
 
-def main() -> None:
-    options = parser(MODULE, __doc__, POOL_TOKENS, RUNNING)
-    options.add_argument("--users", type=int, default=128)
-    options.add_argument("--document", type=int, default=65_536, help="tokens (%(default)s)")
-    options = options.parse_args()
-    with bench(MODULE, options) as now:
-        asked = {
-            "users": options.users,
-            "document": now.length(options.document),
-            "question": now.length(QUESTION),
-            "answer": now.length(ANSWER),
-        }
-        for entry, server in now.servers(now.entries()):
-            runs = now.runs(
-                lambda seed: measure(now, server, options.users, options.document, seed)  # noqa: B023
-            )
-            now.report.add(entry, "shared document", asked, runs, main="answers_per_s")
+def on_server(now: Bench, entry: Entry, server: Server) -> None:
+    asked = {
+        "users": now.options.users,
+        "document": now.length(now.options.document),
+        "question": now.length(QUESTION),
+        "answer": now.length(ANSWER),
+    }
+    runs = now.runs(partial(measure, now, server))
+    now.report.add(entry, "shared document", asked, runs, main="answers_per_s")
 
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--users", type=int, default=128)
+    parser.add_argument("--document", type=int, default=65_536, help="tokens (%(default)s)")
+
+
+EXPERIMENT = Experiment(
+    "bench.shared_document", __doc__, POOL_TOKENS, RUNNING, on_server, add_options
+)
 
 if __name__ == "__main__":
-    main()
+    main(EXPERIMENT)

@@ -2,6 +2,7 @@
 
 import csv
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,9 +14,10 @@ from bench import (
     multi_turn,
     offline,
     reclaim,
+    server_decode,
     shared_document,
 )
-from bench.experiment import Bench, parser
+from bench.experiment import Bench, Experiment, stock_and_ours
 from bench.fleet import Entry, Pool, ours, stock
 from bench.gate import Verdict
 from bench.gauge import read
@@ -158,6 +160,17 @@ def test_less_is_better_of_times(tmp_path):
     assert rows.rows[-1]["times_stock"] == 5.0
 
 
+def test_a_multiple_of_stock_is_given_where_asked_for(tmp_path):
+    rows = report(tmp_path, passed=True)
+    for entry, value in ((THEIRS, 20.0), (stock("x", POOL), 25.0), (OURS, 21.0)):
+        rows.add(entry, "a", {}, [{"ms": value}], "ms", lower_is_better=True, over_stock=True)
+    assert [row["over_best_stock"] for row in rows.rows] == [1.0, 1.25, 1.05]
+    assert rows.rows[-1]["times_stock"] == 0.95238
+    unknown = report(tmp_path / "none", passed=False)
+    unknown.add(THEIRS, "a", {}, [{"ms": 20.0}], "ms", lower_is_better=True, over_stock=True)
+    assert unknown.rows[0]["over_best_stock"] == ""
+
+
 def test_no_ratio_behind_a_gate_that_did_not_pass(tmp_path):
     rows = report(tmp_path, passed=False)
     for entry, value in ((THEIRS, 10.0), (OURS, 50.0)):
@@ -199,19 +212,15 @@ def test_host_time_leaves_out_the_pass_the_waits_and_the_harness():
         host_time.figures(steps[:8])
 
 
-def opened(tmp_path, *arguments: str, started: float = 0.0) -> Bench:
-    options = parser("bench.x", "x", 1000, 16)
-    for name in ("--steps", "--heads"):
-        options.add_argument(name, nargs="*", default=[])
-    options.add_argument("--retention", type=float, default=0.25)
-    options = options.parse_args(["--model", "m", *arguments])
+def opened(tmp_path, experiment: Experiment, *arguments: str, started: float = 0.0) -> Bench:
+    options = experiment.parser().parse_args(["--model", "m", *arguments])
     model = Subject("m", tmp_path, 8, ("--model-path", "m"), {}, tmp_path / "plan.json", False)
     return Bench(options, model, POOL, report(tmp_path, False), tmp_path, started)
 
 
 def test_an_ablation_starts_with_what_the_gate_needs_and_changes_one_thing_a_step(tmp_path):
     names = ("--steps", "uniform", "layer", "global", "map", "--heads", "1", "16")
-    now = opened(tmp_path, "--settings", "WINDOW=64", *names)
+    now = opened(tmp_path, ablation.EXPERIMENT, "--settings", "WINDOW=64", *names)
     found = ablation.steps(now)
     assert [x.name for x in found] == [
         *("flashinfer", "tangram 1", "uniform", "layer", "global", "map", "H1", "H16"),
@@ -236,7 +245,7 @@ def test_an_ablation_starts_with_what_the_gate_needs_and_changes_one_thing_a_ste
 
 
 def test_reservation_and_reclaim_differ_in_one_setting_and_get_the_same_pages(tmp_path):
-    now = opened(tmp_path, "--cpu")
+    now = opened(tmp_path, reclaim.EXPERIMENT, "--cpu")
     found = reclaim.servers(now)
     assert [x.name for x in found] == ["flashinfer", "tangram 1", "reserve", "reclaim"]
     assert found[3].settings == {**found[2].settings, "TANGRAM_RESERVE": "uncompressed"}
@@ -258,18 +267,77 @@ def test_prefill_ends_with_the_last_first_token():
     assert alone["mean_ttft_s"] == 2.3
 
 
+def test_what_reservation_saved_is_a_share_of_reclaims_time():
+    rows = [
+        {"server": "reserve", "case": "alone", "prefill_s": 6.0},
+        {"server": "tangram 1", "case": "alone", "prefill_s": 99.0},
+        {"server": "reserve", "case": "together", "duration_s": 1.0},
+    ]
+    runs = [{"prefill_s": 8.0, "duration_s": 9.0}]
+    assert reclaim.saved(rows, "alone", runs) == 0.25
+    assert reclaim.saved(rows[1:], "alone", runs) == ""
+    assert reclaim.saved(rows, "alone", []) == ""
+
+
 def test_lengths_are_scaled_and_graphs_reach_as_far_as_requests(tmp_path):
-    now = opened(tmp_path, "--scale", "0.01", "--max-running", "24")
+    now = opened(tmp_path, offline.EXPERIMENT, "--scale", "0.01", "--max-running", "24")
     assert [now.length(x) for x in (32768, 128, 10)] == [328, 1, 1]
     flags = now.shared_flags()
     assert (
         flag(flags, "--max-running-requests") == flag(flags, "--cuda-graph-max-bs-decode") == "24"
     )
-    assert "--cuda-graph-max-bs-decode" not in opened(tmp_path, "--cpu").shared_flags()
+    assert (
+        "--cuda-graph-max-bs-decode"
+        not in opened(tmp_path, offline.EXPERIMENT, "--cpu").shared_flags()
+    )
 
 
 def test_no_run_starts_when_time_is_up(tmp_path):
-    assert opened(tmp_path, "--repeats", "3").runs(lambda seed: {"a": seed}) == [
+    assert opened(tmp_path, offline.EXPERIMENT, "--repeats", "3").runs(
+        lambda seed: {"a": seed}
+    ) == [
         *({"a": 1}, {"a": 2}, {"a": 3}),
     ]
-    assert opened(tmp_path, "--limit-s", "1", started=-1e9).runs(lambda seed: {"a": seed}) == []
+    assert (
+        opened(tmp_path, offline.EXPERIMENT, "--limit-s", "1", started=-1e9).runs(
+            lambda seed: {"a": seed}
+        )
+        == []
+    )
+
+
+def test_every_experiment_measures_stock_and_ours_but_those_with_servers_of_their_own(tmp_path):
+    now = opened(tmp_path, offline.EXPERIMENT)
+    assert [x.name for x in stock_and_ours(now)] == ["flashinfer", "tangram 1", "tangram 0.25"]
+    modules = (arrival, multi_turn, offline, server_decode, shared_document, ablation, reclaim)
+    assert [x.EXPERIMENT.has_own_servers for x in modules] == [False] * 5 + [True] * 2
+
+
+def test_decode_steps_are_of_batches_that_run_at_once_after_one_that_does_not_count(
+    tmp_path, monkeypatch
+):
+    asked = []
+
+    class Client:
+        @staticmethod
+        def run_one_case(url, **given):
+            asked.append((given["batch_size"], given["input_len"], given["output_len"]))
+            speed = given["batch_size"] * 1000 / len(asked)
+            return SimpleNamespace(output_throughput=speed, last_ttft=0.5, latency=2.0)
+
+    monkeypatch.setattr(server_decode, "load_client", Client)
+    monkeypatch.setattr(server_decode, "tokenizer", lambda folder: None)
+    small = ("--scale", "0.01", "--input-len", "1500", "--output-len", "500")
+    now = opened(tmp_path, server_decode.EXPERIMENT, *small, "--batch-sizes", "1", "4")
+    server_decode.check(now)
+    server_decode.on_server(now, THEIRS, SimpleNamespace(url="x"))
+    assert asked == [(1, 15, 5)] * 4 + [(4, 15, 5)] * 4
+    found = [(x["case"], x["batch"], x["step_ms"], x["of"]) for x in now.report.rows]
+    assert found == [("batch 1", 1, 3.0, "step_ms"), ("batch 4", 4, 7.0, "step_ms")]
+    # 100 tokens are too few for five such requests and whole pages
+    now = opened(tmp_path, server_decode.EXPERIMENT, *small, "--batch-sizes", "5", "2")
+    with pytest.raises(SystemExit, match="a batch of 5 needs a pool of 106 tokens, it has 100"):
+        server_decode.check(now)
+    now = opened(tmp_path, server_decode.EXPERIMENT, *small, "--max-running", "7")
+    with pytest.raises(SystemExit, match="a batch of 32 needs --max-running 32 or more, it is 7"):
+        server_decode.check(now)
