@@ -315,7 +315,7 @@ def decode_attention(
         SINKS=sinks is not None,
         DEPENDENT=dependent,
         PIECE=PIECE,
-        # of 32 x 32K, 8 x 32K, 1 x 128K and 64 x 4K no other is faster by more than one percent
+        # kernels/README.md has what else was tried
         num_warps=1,
         **({"launch_pdl": True} if dependent else {}),
     )
