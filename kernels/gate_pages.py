@@ -44,7 +44,7 @@ class GatePlace:
 
 
 @triton.jit(do_not_specialize=["first_head"])
-def write_kernel(
+def write_gates_kernel(
     p_scores,
     p_lines,
     p_table,
@@ -80,7 +80,7 @@ def write_kernel(
 
 
 @triton.jit(do_not_specialize=["first_head", "H", "scores_stride"])
-def gather_kernel(
+def gather_gates_kernel(
     p_out,
     p_scores,
     p_lines,
@@ -142,7 +142,7 @@ def write_gates(
     if not len(spans):
         return
     heads = scores.shape[1]
-    write_kernel[(len(spans), triton.cdiv(heads, HEADS))](
+    write_gates_kernel[(len(spans), triton.cdiv(heads, HEADS))](
         scores, lines, table, spans, first_head, place.ring_at, place.ring,
         scores.stride(0), lines.stride(0), table.stride(0),
         H=heads, EACH=place.each, P=place.page, BH=HEADS, BN=BLOCK, FIELDS=spans.shape[1],
@@ -174,7 +174,7 @@ def gather_gates(
     """
     count, heads, window = out.shape
     if count:
-        gather_kernel[(triton.cdiv(window, BLOCK), triton.cdiv(heads, HEADS), count)](
+        gather_gates_kernel[(triton.cdiv(window, BLOCK), triton.cdiv(heads, HEADS), count)](
             out, scores, lines, old, units, first_head, place.group, heads, window,
             scores.stride(0), lines.stride(0), EACH=place.each, P=place.page, BH=HEADS, BN=BLOCK,
             FIELDS=units.shape[1], num_warps=4,

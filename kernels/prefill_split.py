@@ -72,7 +72,7 @@ def program_blocks(blocks, target):
 
 
 @triton.jit
-def merge_kernel(
+def prefill_merge_kernel(
     p_out,
     p_part,
     p_lse,
@@ -141,7 +141,7 @@ def merge(
         sinks: [HQ] or None.
     """
     size = min(rows, 16)
-    merge_kernel[(len(tiles), heads, rows // size)](
+    prefill_merge_kernel[(len(tiles), heads, rows // size)](
         out, split.part, split.lse, split.used, tiles, out if sinks is None else sinks,
         out.stride(0), split.count,
         G=out.shape[1] // heads, D=out.shape[2], BD=triton.next_power_of_2(out.shape[2]),

@@ -14,7 +14,7 @@ from tangram_sglang.plan.queries import QueryRule
 
 
 @triton.jit(do_not_specialize=["first_head"])
-def write_kernel(
+def write_queries_kernel(
     p_q,
     p_pool,
     p_table,
@@ -58,7 +58,7 @@ def write_kernel(
 
 
 @triton.jit(do_not_specialize=["first_head"])
-def gather_kernel(
+def gather_queries_kernel(
     p_out,
     p_q,
     p_pool,
@@ -127,7 +127,7 @@ def write_queries(
     if not len(spans):
         return
     dim = pool.shape[4]
-    write_kernel[(len(spans), q.shape[1] // rule.ratio)](
+    write_queries_kernel[(len(spans), q.shape[1] // rule.ratio)](
         q, pool, table, spans, first_head, first_entry,
         q.stride(0), pool.stride(0), table.stride(0), window,
         R=rule.ratio, COUNT=rule.tokens, PAGES=rule.pages, SLOTS=rule.slots,
@@ -161,7 +161,7 @@ def gather_queries(
     """
     count, heads, ratio, tokens, dim = out.shape
     if count:
-        gather_kernel[(triton.cdiv(ratio * tokens, BLOCK), heads, count)](
+        gather_queries_kernel[(triton.cdiv(ratio * tokens, BLOCK), heads, count)](
             out, q, pool, old, units, first_head, q.stride(0), pool.stride(0), window,
             R=ratio, COUNT=tokens, ROWS=pool[0].numel() // dim,
             D=dim, BD=triton.next_power_of_2(dim), BN=BLOCK, FIELDS=units.shape[1], num_warps=4,

@@ -17,7 +17,7 @@ CHUNK = 2048
 
 
 @triton.jit
-def copy_kernel(p_pool, p_pairs, page_stride, SIZE: tl.constexpr, BN: tl.constexpr):
+def copy_pages_kernel(p_pool, p_pairs, page_stride, SIZE: tl.constexpr, BN: tl.constexpr):
     i_pair = tl.program_id(0).to(tl.int64)
     i_source = tl.load(p_pairs + i_pair * 2).to(tl.int64)
     i_target = tl.load(p_pairs + i_pair * 2 + 1).to(tl.int64)
@@ -28,7 +28,7 @@ def copy_kernel(p_pool, p_pairs, page_stride, SIZE: tl.constexpr, BN: tl.constex
 
 
 @triton.jit
-def gather_kernel(
+def gather_windows_kernel(
     p_out_k,
     p_out_v,
     p_k,
@@ -82,7 +82,7 @@ def copy_pages(pool: torch.Tensor, pairs: torch.Tensor) -> None:
     if not len(pairs):
         return
     size = pool[0].numel()
-    copy_kernel[(len(pairs), triton.cdiv(size, CHUNK))](
+    copy_pages_kernel[(len(pairs), triton.cdiv(size, CHUNK))](
         pool, pairs, pool.stride(0), SIZE=size, BN=CHUNK, num_warps=4
     )
 
@@ -106,7 +106,7 @@ def gather_windows(
     units_count, count, window, dim = out_k.shape
     if not units_count:
         return
-    gather_kernel[(triton.cdiv(window, BLOCK), count, units_count)](
+    gather_windows_kernel[(triton.cdiv(window, BLOCK), count, units_count)](
         out_k, out_v, k, v, pool, old, units, heads.group, heads.column,
         k.stride(0), v.stride(0), pool.stride(0), window,
         P=pool.shape[3], D=dim, BD=triton.next_power_of_2(dim), BN=BLOCK,

@@ -1,5 +1,6 @@
-"""Real servers over HTTP: both launchers, equal bytes at two retentions, bad requests."""
+"""Real servers over HTTP: both launchers, equal bytes at two retentions, bad requests, a profile."""
 
+import json
 import re
 import sys
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import profiled, trace
 from tangram_sglang.cli.server import HOST, Server, cpu_arguments, cpu_environment
 from tests.http_client import generate, metric, post, scrape
 from tests.reference.tiny import random_tokens, save, tiny_llama
@@ -199,3 +201,22 @@ def test_every_metric_is_documented_and_no_other_is(quarter):
     documented = set(re.findall(r"^\| `(tangram:(?!drift)\w+)`", text, re.MULTILINE))
     exported = {name for name in scrape(quarter) if name.startswith("tangram:")}
     assert exported == documented
+
+
+def ask(server, path, body):
+    request = urllib.request.Request(
+        server.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        return answer.status
+
+
+def test_a_cpu_server_can_be_profiled_and_has_no_kernels_to_show(whole, tmp_path):
+    """SGLang asks an out-of-tree platform for its activity; without an answer the server ended."""
+    light = {"activities": ["CPU"], "with_stack": False, "record_shapes": False}
+    assert ask(whole, "/start_profile", {"output_dir": str(tmp_path), **light}) == 200
+    generate(whole, random_tokens(50, seed=3))
+    assert ask(whole, "/stop_profile", {}) == 200
+    path = profiled.trace_file(tmp_path)
+    with pytest.raises(trace.NoKernels, match=rf"no GPU kernel in {path} \(events: \d+ cpu_op"):
+        trace.breakdown(trace.read(path), path)

@@ -56,3 +56,9 @@ class CpuPlatform(SRTPlatform):
 
     def get_dispatch_key_name(self) -> str:
         return "native"
+
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU

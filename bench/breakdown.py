@@ -1,0 +1,181 @@
+"""Where a server's time goes under a load: milliseconds of the GPU by class of work, and the floor.
+
+    python -m bench.breakdown [--cases long mid short concurrency multi_turn shared_document]
+
+Loads are those of `bench/offline.py`, `bench/multi_turn.py` and `bench/shared_document.py`, in this
+command's pool. A kernel's class is looked up by its name in `bench/kernel_classes.py`; one that is not
+there is `other`, whose largest are listed. `bench/trace.py` says what overlapping kernels and gaps count
+for, `bench/floors.py` what a floor is: arithmetic at `--tflops`, reads at `--terabytes` a second.
+
+The profiler slows a server down, between kernels above all: `tokens_per_s`, of the profiled span, beside
+that of the same load in `offline.csv` says by how much. The kernels behind each class go to a second
+file, `...-kernels.csv`. On a CPU the load is carried and then refused, since no GPU kernel was recorded.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench import client, multi_turn, offline, profiled, shared_document
+from bench.experiment import Bench, bench, parser
+from bench.facts import facts
+from bench.fleet import Entry
+from bench.floors import Kept, Load, Model, Rates, floors_ms
+from bench.kernel_classes import CLASSES, OTHER
+from bench.record import append_csv, say
+from bench.report import rounded
+from bench.trace import ROWS, Breakdown, NoKernels
+
+MODULE = "bench.breakdown"
+CONVERSATIONS, TURNS, ANSWER = 12, 5, 128
+USERS, DOCUMENT = 32, 65_536
+ITEMSIZE = 2
+
+
+def unrelated(name: str) -> Callable[[Bench], list[str]]:
+    case = offline.CASES[name]
+
+    def flags(now: Bench) -> list[str]:
+        lengths = now.length(case.input_len), now.length(case.output_len)
+        return client.random_load(now.options.requests or case.requests, *lengths)
+
+    return flags
+
+
+def conversations(now: Bench) -> list[str]:
+    first, more = now.length(multi_turn.FIRST), now.length(multi_turn.MORE)
+    count = now.options.requests or CONVERSATIONS
+    return client.conversation_load(count, first, more, TURNS, now.length(ANSWER))
+
+
+def users(now: Bench) -> list[str]:
+    lengths = (DOCUMENT, shared_document.QUESTION, shared_document.ANSWER)
+    return client.shared_load(now.options.requests or USERS, *map(now.length, lengths))
+
+
+LOADS = {
+    **{name: unrelated(name) for name in offline.CASES},
+    **{"multi_turn": conversations, "shared_document": users},
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One profiled load."""
+
+    time: Breakdown
+    floors: Mapping[str, float]
+    tokens: int
+
+    def figures(self, row: str) -> dict[str, float]:
+        return {
+            "ms": self.time.ms[row],
+            "share": self.time.share(row),
+            "launches": self.time.launches[row],
+            "decode_steps": self.time.graphs,
+            "span_ms": self.time.span_ms,
+            "tokens_per_s": 1e3 * self.tokens / self.time.span_ms,
+        }
+
+
+def measure(now: Bench, entry: Entry, server, case: str, seed: int) -> Run:
+    options = now.options
+    place = (options.traces or now.scratch) / f"{entry.name.replace(' ', '-')}-{case}-{seed}"
+    result, time = profiled.load(now, server, LOADS[case](now), seed, place)
+    if time.misplaced:
+        say(f"decode outside of graphs or prefill in them, so classes are mixed: {time.misplaced}")
+    load = Load.of(result)
+    model = Model.of(json.loads((now.subject.folder / "config.json").read_text()), ITEMSIZE)
+    rates = Rates(1e12 * options.tflops, 1e12 * options.terabytes)
+    kept = Kept.of(entry, model, options.context_length)
+    floors = floors_ms(load, time.graphs, model, kept, rates)
+    return Run(time, floors, sum(load.prompts) + sum(load.answers))
+
+
+def report(now: Bench, entry: Entry, case: str, runs: Sequence[Run]) -> None:
+    """Rows of both files."""
+    if not runs:
+        return
+    for row in ROWS:
+        floors = [run.floors[row] for run in runs if row in run.floors]
+        floor = rounded(statistics.median(floors)) if floors else ""
+        asked = {"load": case, "class": row, "floor_ms": floor}
+        figures = [run.figures(row) for run in runs]
+        now.report.add(entry, f"{case}: {row}", asked, figures, main="ms", lower_is_better=True)
+    common = {"model": now.subject.name, "load": case, "server": entry.name}
+    last = facts(MODULE)
+    append_csv(
+        now.options.csv.with_stem(f"{now.options.csv.stem}-kernels"),
+        [
+            {**common, "class": work, "kernel": name, "ms": rounded(ms), **last}
+            for work in CLASSES
+            for name, ms in runs[-1].time.largest(work).items()
+        ],
+    )
+
+
+def table(case: str, servers: Mapping[str, Sequence[Run]]) -> str:
+    """Servers side by side, medians of their runs, and the largest kernels of no class."""
+    width = 27
+    lines = [
+        f"{case:25}" + "".join(f"{name:>{width}}" for name in servers),
+        f"{'':25}" + f"{'ms':>11}{'share':>7}{'floor':>9}" * len(servers),
+    ]
+    for row in ROWS:
+        cells = []
+        for runs in servers.values():
+            ms = statistics.median(run.time.ms[row] for run in runs)
+            share = statistics.median(run.time.share(row) for run in runs)
+            floors = [run.floors[row] for run in runs if row in run.floors]
+            floor = f"{statistics.median(floors):.1f}" if floors else ""
+            cells.append(f"{ms:11.1f}{share:7.1%}{floor:>9}")
+        lines.append(f"{row:25}" + "".join(cells))
+    for name, value in (
+        ("all", lambda run: f"{run.time.span_ms:.1f}"),
+        ("decode steps", lambda run: str(run.time.graphs)),
+    ):
+        lines.append(
+            f"{name:25}" + "".join(f"{value(runs[-1]):>11}{'':16}" for runs in servers.values())
+        )
+    for name, runs in servers.items():
+        lines.append(f"{OTHER}, {name}:")
+        found = runs[-1].time.largest(OTHER).items()
+        lines += [f"{ms:11.1f} ms  {kernel[:100]}" for kernel, ms in found]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def options() -> argparse.Namespace:
+    found = parser(MODULE, __doc__, offline.POOL_TOKENS, offline.RUNNING)
+    add = found.add_argument
+    add("--cases", nargs="+", choices=LOADS, default=["long"], help="loads (%(default)s)")
+    add("--requests", type=int, help="requests, conversations or users of every case")
+    add("--tflops", type=float, default=790.0, help="that matrix products reach (%(default)s)")
+    add("--terabytes", type=float, default=4.27, help="a second that copies reach (%(default)s)")
+    add("--traces", type=Path, help="new folder that keeps the traces; default: thrown away")
+    return found.parse_args()
+
+
+def main() -> None:
+    asked = options()
+    found: dict[str, dict[str, list[Run]]] = {case: {} for case in asked.cases}
+    with bench(MODULE, asked) as now:
+        try:
+            for entry, server in now.servers(now.entries()):
+                for case in asked.cases:
+                    runs = now.runs(lambda seed: measure(now, entry, server, case, seed))  # noqa: B023
+                    report(now, entry, case, runs)
+                    if runs:
+                        found[case][entry.name] = runs
+        except NoKernels as error:
+            raise SystemExit(f"error: {error}") from error
+        finally:
+            for case, servers in found.items():
+                if servers:
+                    print(table(case, servers), flush=True)
+
+
+if __name__ == "__main__":
+    main()
