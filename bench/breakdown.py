@@ -17,19 +17,22 @@ import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from bench import client, multi_turn, offline, profiled, shared_document
-from bench.experiment import Bench, bench, parser
+from bench.experiment import Bench, Experiment
 from bench.facts import facts
 from bench.fleet import Entry
 from bench.floors import Kept, Load, Model, Rates, floors_ms
 from bench.kernel_classes import CLASSES, OTHER
 from bench.record import append_csv, say
-from bench.report import rounded
-from bench.trace import ROWS, Breakdown, NoKernels
+from bench.report import Report, rounded
+from bench.session import main
+from bench.trace import ROWS, Breakdown
+from tangram_sglang.cli.server import Server
 
-MODULE = "bench.breakdown"
 CONVERSATIONS, TURNS, ANSWER = 12, 5, 128
 USERS, DOCUMENT = 32, 65_536
 ITEMSIZE = 2
@@ -81,7 +84,7 @@ class Run:
         }
 
 
-def measure(now: Bench, entry: Entry, server, case: str, seed: int) -> Run:
+def measure(now: Bench, entry: Entry, server: Server, case: str, seed: int) -> Run:
     options = now.options
     place = (options.traces or now.scratch) / f"{entry.name.replace(' ', '-')}-{case}-{seed}"
     result, time = profiled.load(now, server, LOADS[case](now), seed, place)
@@ -95,7 +98,7 @@ def measure(now: Bench, entry: Entry, server, case: str, seed: int) -> Run:
     return Run(time, floors, sum(load.prompts) + sum(load.answers))
 
 
-def report(now: Bench, entry: Entry, case: str, runs: Sequence[Run]) -> None:
+def record(now: Bench, entry: Entry, case: str, runs: Sequence[Run]) -> None:
     """Rows of both files."""
     if not runs:
         return
@@ -105,8 +108,9 @@ def report(now: Bench, entry: Entry, case: str, runs: Sequence[Run]) -> None:
         asked = {"load": case, "class": row, "floor_ms": floor}
         figures = [run.figures(row) for run in runs]
         now.report.add(entry, f"{case}: {row}", asked, figures, main="ms", lower_is_better=True)
+    say_others(entry, case, runs[-1])
     common = {"model": now.subject.name, "load": case, "server": entry.name}
-    last = facts(MODULE)
+    last = facts(EXPERIMENT.module)
     append_csv(
         now.options.csv.with_stem(f"{now.options.csv.stem}-kernels"),
         [
@@ -117,65 +121,59 @@ def report(now: Bench, entry: Entry, case: str, runs: Sequence[Run]) -> None:
     )
 
 
-def table(case: str, servers: Mapping[str, Sequence[Run]]) -> str:
-    """Servers side by side, medians of their runs, and the largest kernels of no class."""
-    width = 27
+def say_others(entry: Entry, case: str, run: Run) -> None:
+    """The largest kernels of no class, so that nothing hides."""
+    found = "".join(
+        f"\n{ms:11.1f} ms  {name[:100]}" for name, ms in run.time.largest(OTHER).items()
+    )
+    say(f"{case}, {entry.name}: {OTHER}:{found or ' nothing'}")
+
+
+def table(report: Report) -> str:
+    """Servers of a load side by side."""
+    loads = dict.fromkeys(row["load"] for row in report.rows)
+    return "\n\n".join(
+        side_by_side(load, [row for row in report.rows if row["load"] == load]) for load in loads
+    )
+
+
+def side_by_side(load: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    by_server: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        by_server.setdefault(row["server"], {})[row["class"]] = row
+    servers, width = by_server.values(), 27
     lines = [
-        f"{case:25}" + "".join(f"{name:>{width}}" for name in servers),
-        f"{'':25}" + f"{'ms':>11}{'share':>7}{'floor':>9}" * len(servers),
+        f"{load:25}" + "".join(f"{name:>{width}}" for name in by_server),
+        f"{'':25}" + f"{'ms':>11}{'share':>7}{'floor':>9}" * len(by_server),
     ]
-    for row in ROWS:
-        cells = []
-        for runs in servers.values():
-            ms = statistics.median(run.time.ms[row] for run in runs)
-            share = statistics.median(run.time.share(row) for run in runs)
-            floors = [run.floors[row] for run in runs if row in run.floors]
-            floor = f"{statistics.median(floors):.1f}" if floors else ""
-            cells.append(f"{ms:11.1f}{share:7.1%}{floor:>9}")
-        lines.append(f"{row:25}" + "".join(cells))
-    for name, value in (
-        ("all", lambda run: f"{run.time.span_ms:.1f}"),
-        ("decode steps", lambda run: str(run.time.graphs)),
-    ):
-        lines.append(
-            f"{name:25}" + "".join(f"{value(runs[-1]):>11}{'':16}" for runs in servers.values())
-        )
-    for name, runs in servers.items():
-        lines.append(f"{OTHER}, {name}:")
-        found = runs[-1].time.largest(OTHER).items()
-        lines += [f"{ms:11.1f} ms  {kernel[:100]}" for kernel, ms in found]
+    for name in ROWS:
+        cells = [f"{x[name]['ms']:11.1f}{x[name]['share']:7.1%}" for x in servers]
+        floors = [f"{x[name]['floor_ms']:>9}" for x in servers]
+        lines.append(f"{name:25}" + "".join(a + b for a, b in zip(cells, floors, strict=True)))
+    for name, figure in (("all", "span_ms"), ("decode steps", "decode_steps")):
+        cells = [f"{x[ROWS[0]][figure]:11.1f}{'':16}" for x in servers]
+        lines.append(f"{name:25}" + "".join(cells))
     return "\n".join(line.rstrip() for line in lines)
 
 
-def options() -> argparse.Namespace:
-    found = parser(MODULE, __doc__, offline.POOL_TOKENS, offline.RUNNING)
-    add = found.add_argument
+def on_server(now: Bench, entry: Entry, server: Server) -> None:
+    for case in now.options.cases:
+        record(now, entry, case, now.runs(partial(measure, now, entry, server, case)))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--cases", nargs="+", choices=LOADS, default=["long"], help="loads (%(default)s)")
     add("--requests", type=int, help="requests, conversations or users of every case")
     add("--tflops", type=float, default=790.0, help="that matrix products reach (%(default)s)")
     add("--terabytes", type=float, default=4.27, help="a second that copies reach (%(default)s)")
     add("--traces", type=Path, help="new folder that keeps the traces; default: thrown away")
-    return found.parse_args()
 
 
-def main() -> None:
-    asked = options()
-    found: dict[str, dict[str, list[Run]]] = {case: {} for case in asked.cases}
-    with bench(MODULE, asked) as now:
-        try:
-            for entry, server in now.servers(now.entries()):
-                for case in asked.cases:
-                    runs = now.runs(lambda seed: measure(now, entry, server, case, seed))  # noqa: B023
-                    report(now, entry, case, runs)
-                    if runs:
-                        found[case][entry.name] = runs
-        except NoKernels as error:
-            raise SystemExit(f"error: {error}") from error
-        finally:
-            for case, servers in found.items():
-                if servers:
-                    print(table(case, servers), flush=True)
-
+EXPERIMENT = Experiment(
+    *("bench.breakdown", __doc__, offline.POOL_TOKENS, offline.RUNNING, on_server, add_options),
+    table=table,
+)
 
 if __name__ == "__main__":
-    main()
+    main(EXPERIMENT)

@@ -97,6 +97,7 @@ class Experiment:
         entries: servers; an experiment with servers of its own is in no suite.
         load_client: imports what puts the load on, while servers start.
         check: refuses what cannot be measured, before a server is started.
+        table: what is printed in the end.
     """
 
     module: str
@@ -108,6 +109,7 @@ class Experiment:
     entries: Callable[[Bench], list[Entry]] = stock_and_ours
     load_client: Callable[[], object] = client.load
     check: Callable[[Bench], None] = lambda now: None
+    table: Callable[[Report], str] = Report.table
 
     @property
     def name(self) -> str:

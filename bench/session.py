@@ -138,7 +138,7 @@ def pass_gate(benches: Sequence[Bench], fleet: Fleet) -> None:
 
 
 def tables(experiments: Sequence[Experiment], benches: Sequence[Bench]) -> str:
-    found = [now.report.table() for now in benches]
+    found = [x.table(now.report) for x, now in zip(experiments, benches, strict=True)]
     if len(found) == 1:
         return found[0]
     named = zip(experiments, found, strict=True)

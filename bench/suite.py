@@ -7,8 +7,8 @@ argument: its name, then options of its own, --repeats and --csv. The first is f
 of a group before the second begins; one that fails does not end the others, but the exit status is 1
 then. --limit-s counts from the start of the suite, and the gate is passed once for all.
 
-Experiments: offline, multi_turn, arrival, shared_document, server_decode. Those that need servers of
-their own, ablation and reclaim, are run by themselves.
+Experiments: offline, multi_turn, arrival, shared_document, server_decode, breakdown. Those that need
+servers of their own, ablation and reclaim, are run by themselves.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from pathlib import Path
 from bench import (
     ablation,
     arrival,
+    breakdown,
     multi_turn,
     offline,
     reclaim,
@@ -34,7 +35,10 @@ from bench.session import Asked, run
 MODULE = "bench.suite"
 KNOWN = {
     x.EXPERIMENT.name: x.EXPERIMENT
-    for x in (offline, multi_turn, arrival, shared_document, server_decode, ablation, reclaim)
+    for x in (
+        *(offline, multi_turn, arrival, shared_document, server_decode, breakdown),
+        *(ablation, reclaim),
+    )
 }
 
 

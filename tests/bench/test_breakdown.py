@@ -260,12 +260,14 @@ class FakeBench:
         write(Path(flags[flags.index("--profile-output-dir") + 1]), EVENTS)
         return {"input_lens": [900], "cached_tokens": [0], "output_lens": [100]}
 
+    def runs(self, measure) -> list:
+        return [measure(1)]
 
-def test_a_profiled_load_becomes_rows_and_a_table(tmp_path):
-    now, servers = FakeBench(tmp_path), {}
+
+def test_a_profiled_load_becomes_rows_and_a_table(tmp_path, capsys):
+    now = FakeBench(tmp_path, cases=["long"])
     for entry in (stock("flashinfer", POOL), ours(0.25, profile_plan("llama-3.1-8b"), POOL)):
-        servers[entry.name] = [breakdown.measure(now, entry, None, "long", 1)]
-        breakdown.report(now, entry, "long", servers[entry.name])
+        breakdown.on_server(now, entry, None)
     assert now.flags[now.flags.index("--profile-activities") + 1] == "GPU"
     assert now.flags[now.flags.index("--random-input-len") + 1] == "122880"
     with now.options.csv.open(newline="") as file:
@@ -283,17 +285,17 @@ def test_a_profiled_load_becomes_rows_and_a_table(tmp_path):
     with (tmp_path / "x-kernels.csv").open(newline="") as file:
         kernels = {(row["class"], row["kernel"]): row["ms"] for row in csv.DictReader(file)}
     assert kernels[COMPRESSION, "keydiff_kernel"] == "1.0"
-    shown = breakdown.table("long", servers).splitlines()
+    assert NORM[:40] in capsys.readouterr().err
+    shown = breakdown.table(now.report).splitlines()
     assert shown[0].split() == ["long", "flashinfer", "tangram", "0.25"]
     assert [line[:25].strip() for line in shown[2:11]] == list(trace.ROWS)
     assert shown[10].split() == [*IDLE.split(), *["4.0", "23.9%"] * 2]
-    assert any(NORM[:40] in line for line in shown)
 
 
 def test_loads_are_those_of_the_experiments(tmp_path):
     now = FakeBench(tmp_path)
     for name, flag, value in (
-        ("short", "--num-prompts", "32"),
+        ("short", "--num-prompts", "24"),
         ("multi_turn", "--gsp-num-turns", "5"),
         ("shared_document", "--gsp-system-prompt-len", "65536"),
     ):
