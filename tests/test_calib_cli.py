@@ -229,6 +229,17 @@ def test_mistakes_are_refused_before_a_server_starts(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["--out", "--observations", "--report"])
+def test_a_file_where_a_folder_is_to_be_is_refused_before_a_server_starts(
+    model, tmp_path, never_started, capsys, name
+):
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path / "file", tmp_path / "file" / "plans"):
+        assert run(model, tmp_path / "out", name, path) == 2
+        assert f"{name} {path}: {tmp_path / 'file'} is a file" in capsys.readouterr().err
+    assert [x.name for x in tmp_path.iterdir()] == ["file"]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -52,7 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the plans")
     parser.add_argument(
-        "--samples", type=int, default=50, help="windows to measure, at least (%(default)s)"
+        "--samples",
+        type=int,
+        default=50,
+        help="windows to measure, at least (%(default)s); of these `error` leaves out the last one of a "
+        "text that does not go on for W + R tokens behind it",
     )
     parser.add_argument(
         "--alpha",
@@ -131,6 +135,7 @@ def _calibrate(arguments: argparse.Namespace, log: Path) -> list[Path]:
     from tangram_sglang.calib import observations as files
 
     _check(arguments)
+    _check_folders(arguments)
     settings = Settings(retention=1.0, window=arguments.window)
     rule = WindowRule(settings.window, settings.recent, settings.page, settings.sinks)
     own = None if arguments.texts is None else texts.texts_in(arguments.texts)
@@ -239,6 +244,21 @@ def _check(arguments: argparse.Namespace) -> None:
             f"--gates {arguments.gates}: scorer {arguments.select} reads none; drop it, or --select one "
             "that does"
         )
+
+
+def _check_folders(arguments: argparse.Namespace) -> None:
+    """Where things are to be written, as far as it is there: the last of them comes after minutes."""
+    for name in ("out", "observations", "report"):
+        asked: Path | None = getattr(arguments, name)
+        if asked is None:
+            continue
+        there = next(x for x in (asked.absolute(), *asked.absolute().parents) if x.exists())
+        if not there.is_dir():
+            raise TangramError(f"--{name} {asked}: {there} is a file; name a folder, or a new one")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise TangramError(
+                f"--{name} {asked}: {there} cannot be written to; name another folder"
+            )
 
 
 def _load(model: str):
