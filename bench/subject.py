@@ -46,7 +46,15 @@ class Subject:
 
 
 def subject(options: argparse.Namespace) -> Subject:
-    """From ``--model``, ``--profile``, ``--plan`` and ``--cpu``."""
+    """From ``--model``, ``--profile``, ``--plan`` and ``--cpu``; SystemExit says what is not there."""
+    if options.cpu and not (Path(options.model) / "config.json").is_file():
+        raise SystemExit(
+            f"error: --model {options.model}: --cpu expects a folder with a config.json"
+        )
+    if options.plan and not Path(options.plan).is_file():
+        raise SystemExit(f"error: --plan {options.plan}: no such file")
+    if wrong := [x for x in options.settings if "=" not in x]:
+        raise SystemExit(f"error: --settings {wrong[0]}: expected NAME=VALUE")
     return _on_cpu(options) if options.cpu else _on_gpu(options)
 
 

@@ -75,7 +75,7 @@ def asked_for(arguments: Sequence[str]) -> list[Asked]:
     common, more = common_parser().parse_known_args(front)
     if unknown := [x for x in more if x.startswith("-")]:
         raise SystemExit(f"error: {unknown[0]} is no option of all experiments")
-    words = [given for text in (*more, *texts) if (given := shlex.split(text))]
+    words = [given for text in (*more, *texts) if (given := words_of(text))]
     if not words:
         raise SystemExit(f"error: no experiment; known: {', '.join(KNOWN)}")
     found = [(experiment_of(given[0]), given[1:]) for given in words]
@@ -84,6 +84,13 @@ def asked_for(arguments: Sequence[str]) -> list[Asked]:
         common.pool_tokens = pool_of(experiments)
     common.max_running = common.max_running or max(x.running for x in experiments)
     return [(experiment, own(experiment, given, common)) for experiment, given in found]
+
+
+def words_of(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise SystemExit(f"error: {text}: {error}") from None
 
 
 def experiment_of(name: str) -> Experiment:

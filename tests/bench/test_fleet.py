@@ -76,7 +76,7 @@ def test_groups_keep_the_order():
 def test_on_a_cpu_the_pool_is_the_entries_alone(tmp_path):
     config = json.loads((SHAPES / "qwen3-4b.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
-    options = argparse.Namespace(model=str(tmp_path), plan=None, cpu=True)
+    options = argparse.Namespace(model=str(tmp_path), plan=None, cpu=True, settings=[])
     found = subject(options)
     assert found.dummy
     assert "dummy" in found.flags
@@ -88,6 +88,16 @@ def test_on_a_cpu_the_pool_is_the_entries_alone(tmp_path):
     assert "dummy" not in subject(options).flags
 
 
-def test_an_unknown_shape_is_refused():
-    with pytest.raises(SystemExit, match=r"expected one of llama-3\.1-8b, qwen3-4b, or --cpu"):
-        subject(argparse.Namespace(model="gpt", plan=None, cpu=False, profile="fastkvzip"))
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"model": "gpt"}, r"expected one of llama-3\.1-8b, qwen3-4b, or --cpu"),
+        ({"model": "gpt", "cpu": True}, "--model gpt: --cpu expects a folder with a config"),
+        ({"plan": "/no/plan.json"}, "--plan /no/plan.json: no such file"),
+        ({"settings": ["WINDOW=64", "RECENT"]}, "--settings RECENT: expected NAME=VALUE"),
+    ],
+)
+def test_what_is_not_there_is_refused_before_servers_start(given, message):
+    asked = {"model": "qwen3-4b", "plan": None, "cpu": False, "profile": "fastkvzip"}
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
+        subject(argparse.Namespace(**{**asked, "settings": [], **given}))

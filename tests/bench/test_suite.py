@@ -242,6 +242,7 @@ def test_options_in_front_are_for_all_and_its_own_for_one():
         (["--cases", "long", "offline"], "--cases is no option of all experiments"),
         (["--csv", "x", "offline"], "--csv is no option of all experiments"),
         (["--cpu"], "no experiment; known: offline"),
+        (["offline", "arrival 'x"], "arrival 'x: No closing quotation"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(arguments, message):
