@@ -16,6 +16,7 @@ measured, and what is there already is not measured again.
 """
 
 import argparse
+import contextlib
 import hashlib
 import sys
 import time
@@ -114,6 +115,12 @@ class Plans:
         for profile in profiles:
             profile, _, count = profile.partition("@")
             taken = samples(self._folder, profile, self._scope, rho)
+            windows = len(taken.data)
+            if count and not (count.isdecimal() and 1 < int(count) < windows):
+                raise TangramError(
+                    f"--budgets {name}: {profile} has {windows} windows, expected a number of at least 2 "
+                    "and fewer than these"
+                )
             chosen = slice(int(count)) if count else slice(None)
             found.append(taken.budgets(rho, self._alpha, chosen))
         return average(found).budgets.tolist()
@@ -246,11 +253,12 @@ def main() -> int:
         texts = [*documents(tokenizer, size.texts), *fact_chats(tokenizer, size.chats)]
         wanted = units(size, folder.run.profiles)
         rows = _measure_all(model, texts, wanted, plans, size)
-    except (TangramError, ValueError) as error:
+    except (TangramError, ValueError, OSError) as error:
         say(f"error: {error}")
         return 2
     finally:
-        (size.out / "query-stats.safetensors").unlink(missing_ok=True)
+        with contextlib.suppress(NotADirectoryError):
+            (size.out / "query-stats.safetensors").unlink(missing_ok=True)
     publish(rows, size.out, "bench.quality")
     return 0
 

@@ -5,11 +5,13 @@ import math
 import pytest
 import torch
 
+from bench import quality
 from bench.quality import Plans, Unit, arguments, measure, units
 from bench.quality_engine import Lane, compare, hidden_states, model_shape
 from bench.quality_table import FULL, draw, summarise, table
 from bench.quality_texts import FACTS, PEOPLE, Text, _fact_chat, documents
 from tangram_sglang.calib.generated import NAMES
+from tangram_sglang.errors import TangramError
 from tests.reference import CompressedRun, layout_for
 from tests.reference.tiny import random_gates, random_query_stats, random_tokens, tiny_llama
 
@@ -200,6 +202,20 @@ def test_the_plot_is_drawn(tmp_path):
         tmp_path / "x.png",
     )
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("count", ["3", "9", "1", "x"])
+def test_a_number_of_windows_that_is_no_choice_is_refused(monkeypatch, count):
+    """As many as there are would be a second name of the same budgets."""
+
+    class Three:
+        data = (0, 1, 2)
+
+    monkeypatch.setattr(quality, "samples", lambda *given: Three())
+    plans = Uniform(None)
+    plans._folder, plans._scope = None, "global"
+    with pytest.raises(TangramError, match=f"error@{count}: error has 3 windows"):
+        plans.budgets(f"error@{count}", 0.3)
 
 
 def test_units_are_named_once_and_own_needs_a_profile():
