@@ -236,7 +236,10 @@ def test_a_file_where_a_folder_is_to_be_is_refused_before_a_server_starts(
     (tmp_path / "file").write_text("mine")
     for path in (tmp_path / "file", tmp_path / "file" / "plans"):
         assert run(model, tmp_path / "out", name, path) == 2
-        assert f"{name} {path}: {tmp_path / 'file'} is a file" in capsys.readouterr().err
+        assert (
+            f"{name} {path}: {tmp_path / 'file'} is a file, expected a folder"
+            in capsys.readouterr().err
+        )
     assert [x.name for x in tmp_path.iterdir()] == ["file"]
 
 

@@ -199,6 +199,7 @@ def test_gates_come_out_the_same_if_the_command_is_killed_and_asked_again(
         (("--texts", "/nowhere"), "--texts /nowhere: no *.txt file"),
         (("--model", "/nowhere"), "--model /nowhere cannot be loaded"),
         (("--out", "gates.pt"), "--out gates.pt: expected a name that ends in .safetensors"),
+        (("--out", f"{__file__}/gates.safetensors"), f"{__file__} is a file, expected a folder"),
     ],
 )
 def test_a_mistake_is_one_line(model, texts, tmp_path, capsys, more, message):

@@ -18,6 +18,7 @@ from tangram_sglang.calib.run_folder import Run, RunFolder
 from tangram_sglang.calib.shares import SCOPES
 from tangram_sglang.calib.stages import Stage, run_stages, stages, tokens_left
 from tangram_sglang.calib.targets import check_beside, check_targets, gates_path, plan_path
+from tangram_sglang.cli.folders import check_folder
 from tangram_sglang.cli.retention import retention
 from tangram_sglang.cli.server import (
     LOOPBACK,
@@ -135,7 +136,10 @@ def _calibrate(arguments: argparse.Namespace, log: Path) -> list[Path]:
     from tangram_sglang.calib import observations as files
 
     _check(arguments)
-    _check_folders(arguments)
+    # the report comes last, after minutes
+    for name in ("out", "observations", "report"):
+        if (path := getattr(arguments, name)) is not None:
+            check_folder(f"--{name}", path, path)
     settings = Settings(retention=1.0, window=arguments.window)
     rule = WindowRule(settings.window, settings.recent, settings.page, settings.sinks)
     own = None if arguments.texts is None else texts.texts_in(arguments.texts)
@@ -244,21 +248,6 @@ def _check(arguments: argparse.Namespace) -> None:
             f"--gates {arguments.gates}: scorer {arguments.select} reads none; drop it, or --select one "
             "that does"
         )
-
-
-def _check_folders(arguments: argparse.Namespace) -> None:
-    """Where things are to be written, as far as it is there: the last of them comes after minutes."""
-    for name in ("out", "observations", "report"):
-        asked: Path | None = getattr(arguments, name)
-        if asked is None:
-            continue
-        there = next(x for x in (asked.absolute(), *asked.absolute().parents) if x.exists())
-        if not there.is_dir():
-            raise TangramError(f"--{name} {asked}: {there} is a file; name a folder, or a new one")
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise TangramError(
-                f"--{name} {asked}: {there} cannot be written to; name another folder"
-            )
 
 
 def _load(model: str):

@@ -11,6 +11,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+from tangram_sglang.cli.folders import check_folder
 from tangram_sglang.errors import TangramError
 
 
@@ -46,6 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
             )
     if arguments.out.suffix != ".safetensors":
         raise TangramError(f"--out {arguments.out}: expected a name that ends in .safetensors")
+    if arguments.out.is_dir():
+        raise TangramError(f"--out {arguments.out}: is a folder, expected the name of a file")
+    check_folder("--out", arguments.out, arguments.out.parent)
     import torch
 
     from tangram_sglang.calib import gate_contexts, gate_fit, kvzip
