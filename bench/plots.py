@@ -5,8 +5,8 @@
 Writes a PNG beside each file. Needs matplotlib (``pip install 'tangram-sglang[report]'``).
 """
 
+import argparse
 import csv
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,9 +72,15 @@ def draw(path: Path) -> Path:
 
 def main() -> None:
     known = [RESULTS / f"{name}.csv" for name in CURVES]
-    for path in [Path(x) for x in sys.argv[1:]] or [x for x in known if x.exists()]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("csv", type=Path, nargs="*", help="(those of bench/results that are there)")
+    for path in parser.parse_args().csv or [x for x in known if x.exists()]:
         if path.stem not in CURVES:
             raise SystemExit(f"error: {path}: expected one of {', '.join(CURVES)}")
+        if not path.exists():
+            raise SystemExit(f"error: {path}: no such file")
         print(draw(path))
 
 
