@@ -14,6 +14,7 @@ from bench.fleet import Entry, Pool, ours, stock
 from bench.record import RESULTS, say
 from bench.report import Report
 from bench.subject import Subject
+from tangram_sglang.cli.retention import retention
 from tangram_sglang.cli.server import Server
 
 
@@ -148,7 +149,7 @@ def add_common(
     add("--plan", help="plan file instead of a profile's")
     add("--cpu", action="store_true", help="serve a small model on this CPU")
     add("--baselines", nargs="*", default=["flashinfer"], help="stock backends (%(default)s)")
-    add("--retentions", type=float, nargs="*", default=[1.0, 0.25])
+    add("--retentions", type=retention, nargs="*", default=[1.0, 0.25])
     add("--settings", nargs="*", default=[], metavar="NAME=VALUE", help="TANGRAM_ ones, of ours")
     add("--pool-tokens", type=int, default=pool_tokens, help="stock's; same bytes (%(default)s)")
     add("--scale", type=float, default=1.0, help="of every length and of the pool (%(default)s)")

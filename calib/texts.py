@@ -99,8 +99,9 @@ def calibration_prompts(
     samples: int,
     texts: Sequence[Text] | None = None,
     followed: bool = False,
+    behind: bool = False,
 ) -> tuple[list[Text], list[list[int]]]:
-    """As many texts as give ``samples`` windows, and their token ids.
+    """As many texts as give every profile ``samples`` windows, and their token ids.
 
     A text is cut where its last window is sealed, or where it has been ``followed`` by W tokens that
     see it sealed, if the text is that long.
@@ -110,9 +111,14 @@ def calibration_prompts(
         rule: W and R.
         samples: windows wanted; the last text may give a few more.
         texts: to choose from, in this order; the corpus by default.
-        followed: whether the tokens behind a sealed window are wanted too.
+        followed: whether a profile needs the W tokens behind a sealed window too; a last window
+            without them does not count.
+        behind: whether a profile leaves out the window that begins a text.
     """
-    chosen, prompts, windows = [], [], 0
+    chosen, prompts = [], []
+    # windows of a profile that counts all, and of the two kinds that do not
+    counts = [0, 0, 0]
+    windows = 0
     for text in corpus() if texts is None else texts:
         if windows >= samples:
             break
@@ -122,12 +128,15 @@ def calibration_prompts(
             chosen.append(text)
             end = rule.epoch_end(sealed) if followed else rule.epoch_end(sealed - 1) + 1
             prompts.append(tokens[:end])
-            windows += sealed
+            left_out = 0, behind, followed and len(tokens) < end
+            counts = [n + sealed - x for n, x in zip(counts, left_out, strict=True)]
+            windows = min(counts)
     if windows < samples:
         raise TangramError(
             f"the calibration texts give {windows} windows of {rule.window} tokens (at most "
-            f"{MAX_WINDOWS} a text, and {rule.recent} tokens must follow each), {samples} were "
-            "asked for; lower --samples or --window, or give more and longer texts"
+            f"{MAX_WINDOWS} a text, and {rule.recent + followed * rule.window} tokens must follow "
+            f"each), {samples} were asked for; lower --samples or --window, or give more and longer "
+            "texts"
         )
     return chosen, prompts
 

@@ -200,7 +200,11 @@ def test_a_prompt_that_is_refused_says_why(model, tmp_path, monkeypatch, capsys)
         pytest.param(["--window", 40], "no multiple of the page of 16", id="window"),
         pytest.param(["--alpha", "-1"], "expected a number of at least 0", id="alpha"),
         pytest.param(["--scope", "head"], "invalid choice: 'head'", id="scope"),
-        pytest.param(["--budgets-from", "snap"], "unknown scorer 'snap'", id="scorer"),
+        pytest.param(
+            ["--budgets-from", "snap"],
+            "--budgets-from snap: unknown profile; expected error",
+            id="scorer",
+        ),
         pytest.param(["--select", "fastkvzip"], "fastkvzip reads gates, name", id="no gates"),
         pytest.param(["--gates", "g"], "expected_attention reads none; drop it", id="gates unread"),
         pytest.param(

@@ -85,11 +85,26 @@ def test_prompts_end_where_their_last_window_is_sealed(tokenizer):
 def test_a_followed_text_goes_on_for_a_window_and_seals_no_more(words):
     text = Text("prose", "t", (("text", "w " * words),))
     (short,), (long,) = (
-        calibration_prompts(Words(), RULE, 5, [text], followed=x)[1] for x in (False, True)
+        calibration_prompts(Words(), RULE, 4, [text], followed=x)[1] for x in (False, True)
     )
     assert RULE.sealed(len(long)) == RULE.sealed(len(short)) == 5
     assert len(short) == 5 * 512 + 256 + 1
     assert len(long) == min(words, 6 * 512 + 256)
+
+
+def test_samples_are_windows_that_every_profile_can_use():
+    """Five windows a text; the last one lacks what follows it in the first of two."""
+    texts = [Text("prose", str(n), (("text", "w " * n),)) for n in (3327, 3328, 3328)]
+
+    def chosen(samples, **kwargs):
+        return len(calibration_prompts(Words(), RULE, samples, texts, **kwargs)[0])
+
+    assert [chosen(n) for n in (5, 6, 10, 11)] == [1, 2, 2, 3]
+    assert [chosen(n, followed=True) for n in (4, 5, 9, 10)] == [1, 2, 2, 3]
+    assert [chosen(n, behind=True) for n in (4, 5, 8, 9)] == [1, 2, 2, 3]
+    assert [chosen(n, followed=True, behind=True) for n in (4, 5, 8, 9)] == [1, 2, 2, 3]
+    with pytest.raises(TangramError, match="give 14 windows of 512 tokens"):
+        chosen(15, followed=True)
 
 
 def test_the_real_models_tokens_are_enough_for_a_hundred_samples(smollm2):

@@ -32,7 +32,7 @@ from tangram_sglang.plan.file import config_hash
 from tangram_sglang.plan.gates import GateFile, load_gates
 from tangram_sglang.plan.model_config import model_config
 from tangram_sglang.plan.window import WindowRule
-from tangram_sglang.score import create_scorer
+from tangram_sglang.score import create_scorer, known_scorers
 from tangram_sglang.settings import Settings
 
 BACKEND = "tangram"
@@ -56,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--samples",
         type=int,
         default=50,
-        help="windows to measure, at least (%(default)s); of these `error` leaves out the last one of a "
-        "text that does not go on for W + R tokens behind it",
+        help="windows that every profile gets, at least (%(default)s); `error` can use none that is not "
+        "followed by W + R tokens, and profiles that read query statistics none that begins a text",
     )
     parser.add_argument(
         "--alpha",
@@ -145,8 +145,14 @@ def _calibrate(arguments: argparse.Namespace, log: Path) -> list[Path]:
     own = None if arguments.texts is None else texts.texts_in(arguments.texts)
     tokenizer, config = _load(arguments.model)
     gates = None if arguments.gates is None else load_gates(arguments.gates, config)
+    profiles = arguments.budgets_from
     chosen, prompts = texts.calibration_prompts(
-        tokenizer, rule, arguments.samples, own, followed=ERROR in arguments.budgets_from
+        tokenizer,
+        rule,
+        arguments.samples,
+        own,
+        followed=ERROR in profiles,
+        behind=any("query_stats" in create_scorer(x).needs for x in profiles if x != ERROR),
     )
     described = Run(
         model=Path(arguments.model).resolve().name,
@@ -232,12 +238,17 @@ def _check(arguments: argparse.Namespace) -> None:
     if not 0.0 <= arguments.alpha < float("inf"):
         raise TangramError(f"--alpha {arguments.alpha}: expected a number of at least 0")
     for name in arguments.budgets_from:
+        if name != ERROR and name not in known_scorers():
+            raise TangramError(
+                f"--budgets-from {name}: unknown profile; expected {ERROR}, our own, or a scorer's: "
+                f"{', '.join(known_scorers())}"
+            )
         if name != ERROR and "hidden" in create_scorer(name).needs:
             raise TangramError(
                 f"profile {name} reads gates, which calibration does not measure with: calibrate with "
                 f"another one; --select {name} --gates FILE makes plans that serve with it"
             )
-    reads = "hidden" in create_scorer(arguments.select).needs
+    reads = "hidden" in create_scorer(arguments.select, "--select").needs
     if reads and arguments.gates is None:
         raise TangramError(
             f"--select {arguments.select}: scorer {arguments.select} reads gates, name their file with "

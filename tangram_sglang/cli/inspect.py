@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from tangram_sglang.calib.profiles import ERROR
 from tangram_sglang.cli.retention import retention
 from tangram_sglang.errors import TangramError
 from tangram_sglang.plan.described import plan_layout
@@ -62,9 +63,11 @@ def _facts(plan: PlanFile, layout: KVLayout) -> str:
     made, picked = plan.calibration, plan.selection
     files = (picked.scorer, picked.stats_file, picked.gates_file)
     mean = sum(plan.budgets) / len(plan.budgets)
+    # budgets that minimise an error know neither
+    shares = f", scope {made.scope}, alpha {made.alpha:g}" if made.scorers != [ERROR] else ""
     lines = {
         "model": plan.model.id,
-        "budgets from": f"{' + '.join(made.scorers)}, scope {made.scope}, alpha {made.alpha:g}",
+        "budgets from": f"{' + '.join(made.scorers)}{shares}",
         "calibrated": f"retention {made.retention:g}, {made.samples} windows of {made.window} tokens, "
         f"corpus {made.corpus_hash[:12]}, tangram_sglang {plan.tool_version}",
         "picked by": ", ".join(name for name in files if name),

@@ -1,6 +1,6 @@
 """Scorers by name; third parties add one through the entry point group tangram_sglang.scorers."""
 
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
 from tangram_sglang.errors import TangramError
 from tangram_sglang.score.base import NEEDS, QueryStats, ReadsQueries, Scorer, Window
@@ -29,17 +29,25 @@ SCORERS: dict[str, type[Scorer]] = {
 }
 
 
-def create_scorer(name: str) -> Scorer:
-    """The scorer called ``name``; TangramError lists the known ones."""
-    external = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+def known_scorers() -> list[str]:
+    """Names of ours and of installed packages'."""
+    return sorted({*SCORERS, *_external()})
+
+
+def _external() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+
+
+def create_scorer(name: str, asked_by: str = "TANGRAM_SCORER") -> Scorer:
+    """The scorer called ``name``; TangramError lists the known ones, for the setting ``asked_by``."""
     if name in SCORERS:
         scorer = SCORERS[name]()
-    elif name in external:
+    elif name in (external := _external()):
         scorer = external[name].load()()
     else:
-        known = ", ".join(sorted([*SCORERS, *external]))
         raise TangramError(
-            f"unknown scorer {name!r}; known: {known}; set TANGRAM_SCORER to one of them"
+            f"unknown scorer {name!r}; known: {', '.join(known_scorers())}; set {asked_by} to one of "
+            "them"
         )
     if unknown := scorer.needs - NEEDS:
         raise TangramError(
@@ -58,4 +66,5 @@ __all__ = [
     "Scorer",
     "Window",
     "create_scorer",
+    "known_scorers",
 ]
