@@ -6,6 +6,7 @@ TangramError for a mistake of the user.
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -43,7 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             command.set_defaults(run=module.run)
     arguments = parser.parse_args(argv)
     try:
-        return arguments.run(arguments)
+        status = arguments.run(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # whoever read our output has enough, as `head` does; Python would flush once more and complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except TangramError as error:
         print(f"tangram {chosen}: error: {error}", file=sys.stderr)
         return 2

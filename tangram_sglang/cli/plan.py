@@ -76,7 +76,8 @@ def describe(layers: list[int], shares: np.ndarray, programs: int, batch: int) -
     lines.append(
         f"  busiest program to the mean: {mean[0]:.2f} on average, {worst[0]:.2f} at worst; with equal "
         f"splits {mean[1]:.2f} and {worst[1]:.2f}\n"
-        f"  a launch has {programs} programs, which take from the heads in these proportions, unrounded"
+        f"  so rounded it is the paper's map; when serving, {programs} programs a launch take equal parts "
+        "of all work, in these proportions"
     )
     return "\n".join(lines)
 

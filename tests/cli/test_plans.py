@@ -1,6 +1,8 @@
 """`tangram inspect` and `tangram plan` on a shipped plan: figures that follow from the layout."""
 
 import re
+import subprocess
+import sys
 from importlib import resources
 from pathlib import Path
 
@@ -136,3 +138,13 @@ def test_a_plan_whose_heads_do_not_fit_is_refused(tmp_path, capsys):
     path.write_text(raw)
     assert main(["inspect", str(path)]) == 2
     assert "expected a multiple of 3" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_gets_no_traceback():
+    command = "import sys; from tangram_sglang.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", command, "plan", str(PLAN), "--programs", "924"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        said = process.stderr.read()
+        assert process.wait(120) == 1
+    assert said == b""
