@@ -19,7 +19,8 @@ import numpy as np
 
 from bench.server_api import post
 
-TOLERANCE = 0.15
+# SGLang's logits are bfloat16: four of its steps between 8 and 16, where `lively.py` puts the largest
+TOLERANCE = 0.25
 CONTROL = 2.0
 NEW_TOKENS = 24
 ALTERNATIVES = 8
