@@ -46,6 +46,8 @@ def cpu_arguments(model: Path, backend: str) -> list[str]:
         "--cuda-graph-backend-decode=disabled",
         "--cuda-graph-backend-prefill=disabled",
         "--skip-server-warmup",
+        # an idle scheduler would spin; two of them starve a third on a machine of two cores
+        "--sleep-on-idle",
         "--enable-metrics",
         "--enable-cache-report",
     ]
