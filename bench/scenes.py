@@ -194,8 +194,8 @@ def median_ms(run, repeats: int = 20, warmup: int = 3) -> float:
 def graph_ms(run, repeats: int = 20) -> float:
     """Median time of one replay of ``run`` as a CUDA graph.
 
-    The GPU is kept busy with it first: after a pause, as when a batch is made, its clocks are low for
-    longer than a short batch takes (8 x 32K was 82 us a layer right after one, 75 us else).
+    The GPU is kept busy with it first: right after a pause, as when a batch is made, a short batch may
+    be slow (8 x 32K was 82 us a layer then and 75 us else), most likely as its clocks were low.
     """
     run()
     torch.cuda.synchronize()

@@ -118,9 +118,8 @@ def calibration_prompts(
     chosen, prompts = [], []
     # windows of a profile that counts all, and of the two kinds that do not
     counts = [0, 0, 0]
-    windows = 0
     for text in corpus() if texts is None else texts:
-        if windows >= samples:
+        if min(counts) >= samples:
             break
         tokens = text.tokens(tokenizer)
         sealed = min(MAX_WINDOWS, rule.sealed(len(tokens)))
@@ -130,10 +129,9 @@ def calibration_prompts(
             prompts.append(tokens[:end])
             left_out = 0, behind, followed and len(tokens) < end
             counts = [n + sealed - x for n, x in zip(counts, left_out, strict=True)]
-            windows = min(counts)
-    if windows < samples:
+    if min(counts) < samples:
         raise TangramError(
-            f"the calibration texts give {windows} windows of {rule.window} tokens (at most "
+            f"the calibration texts give {min(counts)} windows of {rule.window} tokens (at most "
             f"{MAX_WINDOWS} a text, and {rule.recent + followed * rule.window} tokens must follow "
             f"each), {samples} were asked for; lower --samples or --window, or give more and longer "
             "texts"

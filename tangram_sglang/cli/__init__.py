@@ -7,6 +7,7 @@ TangramError for a mistake of the user.
 import argparse
 import importlib
 import os
+import select
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -48,9 +49,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # whoever read our output has enough, as `head` does; Python would flush once more and complain
+        if not _reader_has_gone():
+            raise
+        # Python would flush once more in the end, and complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except TangramError as error:
         print(f"tangram {chosen}: error: {error}", file=sys.stderr)
         return 2
+
+
+def _reader_has_gone() -> bool:
+    """Whether it is our output that nobody reads any more, as behind `head`, and no other pipe."""
+    output = select.poll()
+    output.register(sys.stdout, 0)  # an error is reported unasked
+    return any(event & select.POLLERR for _, event in output.poll(0))

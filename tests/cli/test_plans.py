@@ -148,3 +148,12 @@ def test_a_reader_that_has_enough_gets_no_traceback():
         said = process.stderr.read()
         assert process.wait(120) == 1
     assert said == b""
+
+
+def test_a_broken_pipe_that_is_not_our_output_is_no_quiet_end(monkeypatch):
+    def run(arguments):
+        raise BrokenPipeError("a server's")
+
+    monkeypatch.setattr(plan, "run", run)
+    with pytest.raises(BrokenPipeError, match="a server's"):
+        main(["plan", str(PLAN), "--programs", "924"])
