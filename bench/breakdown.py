@@ -23,7 +23,6 @@ from typing import Any
 
 from bench import client, multi_turn, offline, profiled, shared_document
 from bench.experiment import Bench, Experiment
-from bench.facts import facts
 from bench.fleet import Entry
 from bench.floors import Kept, Load, Model, Rates, floors_ms
 from bench.kernel_classes import CLASSES, OTHER
@@ -36,6 +35,7 @@ from tangram_sglang.cli.server import Server
 CONVERSATIONS, TURNS, ANSWER = 12, 5, 128
 USERS, DOCUMENT = 32, 65_536
 ITEMSIZE = 2
+NAME = 100  # characters of a kernel's
 
 
 def unrelated(name: str) -> Callable[[Bench], list[str]]:
@@ -110,21 +110,25 @@ def record(now: Bench, entry: Entry, case: str, runs: Sequence[Run]) -> None:
         now.report.add(entry, f"{case}: {row}", asked, figures, main="ms", lower_is_better=True)
     say_others(entry, case, runs[-1])
     common = {"model": now.subject.name, "load": case, "server": entry.name}
-    last = facts(EXPERIMENT.module)
     append_csv(
         now.options.csv.with_stem(f"{now.options.csv.stem}-kernels"),
         [
-            {**common, "class": work, "kernel": name, "ms": rounded(ms), **last}
+            {**common, "class": work, "kernel": brief(name), "ms": rounded(ms), **now.report.facts}
             for work in CLASSES
             for name, ms in runs[-1].time.largest(work).items()
         ],
     )
 
 
+def brief(kernel: str) -> str:
+    """The start of a name, on one line; C++ writes all parameters of a template into it."""
+    return " ".join(kernel.split())[:NAME]
+
+
 def say_others(entry: Entry, case: str, run: Run) -> None:
     """The largest kernels of no class, so that nothing hides."""
     found = "".join(
-        f"\n{ms:11.1f} ms  {name[:100]}" for name, ms in run.time.largest(OTHER).items()
+        f"\n{ms:11.1f} ms  {brief(name)}" for name, ms in run.time.largest(OTHER).items()
     )
     say(f"{case}, {entry.name}: {OTHER}:{found or ' nothing'}")
 

@@ -30,7 +30,7 @@ class Report:
     """
 
     def __init__(self, path: Path, common: Mapping[str, Any], facts: Mapping[str, Any]):
-        self._path, self._common, self._facts = path, common, facts
+        self._path, self._common, self.facts = path, common, facts
         self._stock: dict[str, float] = {}
         self.verdict = NO_VERDICT
         self.rows: list[dict[str, Any]] = []
@@ -70,7 +70,7 @@ class Report:
             **{"runs": len(runs), "gate": self.verdict.text},
         }
         self.rows.append(row)
-        append_csv(self._path, [{**row, **self._facts}])
+        append_csv(self._path, [{**row, **self.facts}])
 
     def table(self) -> str:
         """The rows without what is the same in all; speed-ups only behind a gate that passed."""

@@ -283,13 +283,23 @@ def test_a_profiled_load_becomes_rows_and_a_table(tmp_path, capsys):
     assert 0 < float(row["floor_ms"]) < whole
     assert rows["flashinfer", IDLE]["floor_ms"] == ""
     with (tmp_path / "x-kernels.csv").open(newline="") as file:
-        kernels = {(row["class"], row["kernel"]): row["ms"] for row in csv.DictReader(file)}
-    assert kernels[COMPRESSION, "keydiff_kernel"] == "1.0"
+        kernels = {(row["class"], row["kernel"]): row for row in csv.DictReader(file)}
+    assert kernels[COMPRESSION, "keydiff_kernel"]["ms"] == "1.0"
+    # versions and command are those of the first file: a suite is another command
+    assert list(kernels[COMPRESSION, "keydiff_kernel"])[-2:] == ["ms", "gpu"]
+    assert kernels[COMPRESSION, "keydiff_kernel"]["gpu"] == "none"
     assert NORM[:40] in capsys.readouterr().err
     shown = breakdown.table(now.report).splitlines()
     assert shown[0].split() == ["long", "flashinfer", "tangram", "0.25"]
     assert [line[:25].strip() for line in shown[2:11]] == list(trace.ROWS)
     assert shown[10].split() == [*IDLE.split(), *["4.0", "23.9%"] * 2]
+
+
+def test_names_of_templates_stay_readable():
+    assert breakdown.brief("keydiff_kernel") == "keydiff_kernel"
+    long = "void a::Kernel<\n  cute::tuple<1>,\r\n" + "cute::C<64>, " * 90 + ">(Params)"
+    found = breakdown.brief(long)
+    assert found.startswith("void a::Kernel< cute::tuple<1>, cute::C<64>, cute") and len(found) == 100
 
 
 def test_loads_are_those_of_the_experiments(tmp_path):
