@@ -299,7 +299,9 @@ def test_names_of_templates_stay_readable():
     assert breakdown.brief("keydiff_kernel") == "keydiff_kernel"
     long = "void a::Kernel<\n  cute::tuple<1>,\r\n" + "cute::C<64>, " * 90 + ">(Params)"
     found = breakdown.brief(long)
-    assert found.startswith("void a::Kernel< cute::tuple<1>, cute::C<64>, cute") and len(found) == 100
+    assert (
+        found.startswith("void a::Kernel< cute::tuple<1>, cute::C<64>, cute") and len(found) == 100
+    )
 
 
 def test_loads_are_those_of_the_experiments(tmp_path):

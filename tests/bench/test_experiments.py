@@ -21,7 +21,8 @@ from bench.experiment import Bench, Experiment, stock_and_ours
 from bench.fleet import Entry, Pool, ours, stock
 from bench.gate import Verdict
 from bench.gauge import read
-from bench.plots import Curve, lines
+from bench.plots import Curve, bars, compared, draw, draw_bars, lines, title
+from bench.record import append_csv
 from bench.report import Report, medians
 from bench.shapes import profile_plan
 from bench.subject import Subject
@@ -193,10 +194,56 @@ def test_curves_go_from_left_to_right_and_the_last_measurement_counts():
         {"model": "m", "server": "s", "rate": rate, "ttft": ttft}
         for rate, ttft in (("2", "8"), ("1", "3"), ("2", "9"))
     ]
-    found = lines(rows, Curve("rate", "ttft", "", ""))
-    assert found == {"m s": [(1.0, 3.0), (2.0, 9.0)]}
+    found = lines([*rows, {**rows[1], "model": "l"}], Curve("rate", "ttft", "", ""))
+    assert found == {"l": {"s": [(1.0, 3.0)]}, "m": {"s": [(1.0, 3.0), (2.0, 9.0)]}}
     some = [{**row, "case": row["rate"]} for row in rows]
-    assert lines(some, Curve("rate", "ttft", "", "", ("1",))) == {"m s": [(1.0, 3.0)]}
+    assert lines(some, Curve("rate", "ttft", "", "", ("1",))) == {"m": {"s": [(1.0, 3.0)]}}
+
+
+def ratio(case: str, server: str, times_stock: str, **more: str) -> dict[str, str]:
+    common = {"model": "m", "gpu": "H200", "git": "b", "input_len": "16384", "tokens_per_s": "7"}
+    return {**common, "case": case, "server": server, "times_stock": times_stock, **more}
+
+
+TABLES = {
+    "server_decode": [ratio("batch 8", "tangram 1", "0.8"), ratio("batch 8", "triton", "0.9")],
+    "offline": [
+        *(ratio("short", "flashinfer", "1.0"), ratio("short", "tangram 0.25", "1.2")),
+        # no gate was passed, and a case that has no bar
+        *(ratio("long", "tangram 1", ""), ratio("other", "tangram 1", "2")),
+        *(
+            ratio("short", "tangram 0.25", "1.5", git="a"),
+            ratio("mid", "tangram 1", "3", model="l"),
+        ),
+    ],
+}
+
+
+def test_bars_are_ours_over_stock_and_the_last_measurement_counts():
+    rows = compared(TABLES)
+    assert [label for label, _ in rows] == [
+        *["tokens/s, prompts of 16K"] * 2,
+        *("tokens/s, prompts of 48K", "decode steps, batch 8"),
+    ]
+    found = bars(rows)
+    assert list(found) == ["l", "m"]
+    assert found["l"] == {"tokens/s, prompts of 48K": {"tangram 1": 3.0}}
+    assert found["m"] == {
+        "tokens/s, prompts of 16K": {"tangram 0.25": 1.5},
+        "decode steps, batch 8": {"tangram 1": 0.8},
+    }
+    assert title(row for _, row in rows) == "H200, commit a, b"
+
+
+def test_what_is_drawn_is_the_same_from_the_same_rows(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "offline.csv"
+    append_csv(path, TABLES["offline"])
+    for name in ("first.png", "second.png"):
+        assert draw_bars(TABLES, tmp_path / name).stat().st_size > 5000
+    assert (tmp_path / "first.png").read_bytes() == (tmp_path / "second.png").read_bytes()
+    assert draw(path) == tmp_path / "offline.png"
+    assert (tmp_path / "offline.png").stat().st_size > 5000
 
 
 def test_host_time_leaves_out_the_pass_the_waits_and_the_harness():
