@@ -19,7 +19,7 @@ from bench.scenes import copy_bandwidth
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    cases = kernels_decode.DECODE
+    cases = {**kernels_decode.DECODE, **kernels_decode.SHARED}
     parser.add_argument("--only", choices=("decode", "prefill"))
     parser.add_argument("--cases", nargs="+", choices=cases, default=list(cases))
     parser.add_argument("--no-flashinfer", action="store_true")
@@ -35,13 +35,16 @@ def main() -> None:
         bandwidth = copy_bandwidth()
         print(f"copy bandwidth {bandwidth / 1e9:.3f} TB/s; times in ms per layer")
         for name in options.cases:
-            kernels_decode.decode_case(name, decode, bandwidth, not options.no_flashinfer)
+            if name in kernels_decode.SHARED:
+                kernels_decode.shared_case(name, decode, bandwidth)
+            else:
+                kernels_decode.decode_case(name, decode, bandwidth, not options.no_flashinfer)
             torch.cuda.empty_cache()
     if options.only != "decode":
         table = KernelTable(options.out / "kernels-prefill.csv")
         kernels_prefill.run(table, not options.no_flashinfer)
     if options.only != "prefill" and not options.no_flashinfer:
-        for name in options.cases:
+        for name in kernels_decode.DECODE.keys() & set(options.cases):
             kernels_decode.ragged_case(name, decode)
             torch.cuda.empty_cache()
 

@@ -24,6 +24,28 @@ DECODE = {
     "64x4K": ([4 * K] * 64, 0.25, 512),
     "8x32K-rho1": ([32 * K] * 8, 1.0, 512),
 }
+# requests behind one document: lengths, retention, window, tokens of the document
+SHARED = {
+    "32x64K-shared": ([65 * K] * 32, 0.25, 512, 64 * K),
+    "61x65K-shared-rho1": ([66 * K] * 61, 1.0, 512, 64 * K),
+}
+
+
+def shared_case(name: str, table: KernelTable, bandwidth: float) -> None:
+    """One document read by four requests at a time, by two, and by each alone."""
+    lengths, retention, window, document = SHARED[name]
+    scene = Scene(lengths, retention, window, document // window)
+    floor = scene.bytes_read() / bandwidth / LAYERS
+    split_map = plan_splits(scene.shares, programs_for(scene), len(lengths))
+    run = scene.step(split_map, together=4)
+    error = scene.check(run)
+    if not error < 1e-2:
+        raise RuntimeError(f"{name}: decode is off by {error:.2e}; nothing to time")
+    ms = graph_ms(run) / LAYERS
+    for baseline, together in (("", 4), ("two at a time", 2), ("each alone", 1)):
+        other = graph_ms(scene.step(split_map, together=together)) / LAYERS if baseline else None
+        case = f"decode {name}"
+        table.add(case, len(lengths), max(lengths), retention, ms, floor, baseline, other)
 
 
 def decode_case(name: str, table: KernelTable, bandwidth: float, with_flashinfer: bool) -> None:

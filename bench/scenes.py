@@ -10,10 +10,12 @@ import numpy as np
 import torch
 
 from bench.shapes import profile_budgets
-from tangram_sglang.kernels.decode import Config, decode_attention
+from tangram_sglang.kernels.decode import decode_attention
+from tangram_sglang.kernels.decode_config import Config
 from tangram_sglang.kernels.dispatch import Dispatch, dispatch_step
 from tangram_sglang.kernels.layer_tables import LayerTables
 from tangram_sglang.kernels.occupancy import resident_programs
+from tangram_sglang.kernels.shared_prefix import LEADER, LINE, READERS, WINDOWS, alone, most_readers
 from tangram_sglang.kernels.workspace import Workspace
 from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.shape import LayerShape, ModelShape
@@ -34,11 +36,15 @@ class Scene:
         lengths: tokens per request, the newest included.
         retention: rho.
         window: W.
+        shared: sealed windows of the first request that all others have too.
     """
 
-    def __init__(self, lengths: list[int], retention: float, window: int, seed: int = 0):
+    def __init__(
+        self, lengths: list[int], retention: float, window: int, shared: int = 0, seed: int = 0
+    ):
         torch.manual_seed(seed)
         self.lengths, self.retention, self.window = lengths, retention, window
+        self.shared = shared
         rule = WindowRule(window, RECENT, PAGE, SINKS)
         shape = ModelShape(
             tuple(LayerShape(i, HEADS * RATIO, HEADS, DIM, None, DIM**-0.5) for i in range(LAYERS))
@@ -54,16 +60,20 @@ class Scene:
         )
         self.tables = LayerTables.build(layout, DEVICE)
         self.n_win = [rule.sealed(n) for n in lengths]
-        total = sum(layout.pages(n) for n in lengths)
+        own = [
+            layout.pages(n) - (b > 0) * shared * layout.window_pages for b, n in enumerate(lengths)
+        ]
+        total = sum(own)
         self.pool = torch.empty(
             total + 1, layout.per_group, 2, PAGE, DIM, dtype=DTYPE, device=DEVICE
         )
         self.pool.normal_()
-        pages = iter(np.split(*self._shuffled(total)))
+        shuffled = torch.randperm(total, device=DEVICE).add_(1).int().cpu().numpy()
+        pages = iter(np.split(shuffled, np.cumsum(own)[:-1]))
         self.table_host = np.zeros((len(lengths) + 1, int(layout.table_offset[-1])), np.int32)
         for b, n in enumerate(lengths):
-            entries = self._entries(n)
-            self.table_host[b + 1, entries] = next(pages)
+            self.table_host[b + 1] = self.table_host[1] if b else 0
+            self.table_host[b + 1, self._entries(n, shared if b else 0)] = next(pages)
         self.table = torch.from_numpy(self.table_host).to(DEVICE)
         self.rows = torch.arange(1, len(lengths) + 1, device=DEVICE)
         self.seq_lens = torch.tensor(lengths, device=DEVICE)
@@ -74,18 +84,14 @@ class Scene:
         self.v_new = torch.randn(LAYERS, batch, HEADS, DIM, device=DEVICE).to(DTYPE)
         self.out = torch.empty_like(self.q)
 
-    def _shuffled(self, total: int):
-        pages = torch.randperm(total, device=DEVICE).add_(1).int().cpu().numpy()
-        return pages, np.cumsum([self.layout.pages(n) for n in self.lengths])[:-1]
-
-    def _entries(self, n: int) -> np.ndarray:
-        """Entries of a table row that a request of ``n`` tokens fills, group by group."""
+    def _entries(self, n: int, first: int) -> np.ndarray:
+        """Entries that a request of ``n`` tokens fills from window ``first`` on, group by group."""
         layout, found = self.layout, []
         s = layout.rule.sealed(n)
         tail = np.arange(s * self.window // PAGE, layout.rule.pages(n))
         for g in range(len(layout.groups)):
-            sealed = s * int(layout.kept[g]) // PAGE
-            found.append(layout.table_offset[g] + np.arange(sealed))
+            kept = int(layout.kept[g]) // PAGE
+            found.append(layout.table_offset[g] + np.arange(first * kept, s * kept))
             found.append(layout.ring_offset[g] + tail % int(layout.ring_slots[g]))
         return np.concatenate(found)
 
@@ -95,10 +101,13 @@ class Scene:
         return self.tables.kept_pages.cpu().numpy()
 
     def bytes_read(self) -> int:
-        """K and V of every entry, page ids, q and the result, over all layers."""
+        """K and V of every entry and page ids, once, q and the result, over all layers."""
         entry = 2 * DIM * DTYPE.itemsize
+        twice = self.shared * (len(self.lengths) - 1)
         held = sum(self.layout.total_entries(n) for n in self.lengths)
+        held -= twice * self.layout.window_pages * PAGE * PER_GROUP
         pages = sum(self.layout.pages(n) * PER_GROUP for n in self.lengths)
+        pages -= twice * self.layout.window_pages * PER_GROUP
         return held * entry + pages * 4 + 2 * self.q.nbytes
 
     def step(
@@ -106,13 +115,18 @@ class Scene:
         split_map: SplitMap,
         stretched: bool = True,
         config: Config | None = None,
+        together: int = 1,
         **cut: int,
     ):
-        """A function that runs one decode step through all layers, the dispatch included."""
-        dispatch = Dispatch.build(split_map, DEVICE, stretched)
-        workspace = Workspace.build(
-            max(dispatch.grid), len(self.lengths), HEADS, RATIO, DIM, DEVICE
-        )
+        """A function that runs one decode step through all layers, the dispatch included.
+
+        ``together``: requests, in their order, that read the shared windows at a time.
+        """
+        dispatch = Dispatch.build(split_map, DEVICE, stretched, most_readers(RATIO))
+        sizes = len(self.lengths), HEADS, RATIO, DIM, dispatch.readers
+        workspace = Workspace.build(max(dispatch.grid), *sizes, DEVICE)
+        if together > 1:
+            dispatch.shared.copy_(torch.from_numpy(self._records(together, dispatch.readers)))
         step = self.rows, self.seq_lens, self.n_win_device
 
         def run():
@@ -134,6 +148,16 @@ class Scene:
                 )
 
         return run
+
+    def _records(self, together: int, readers: int) -> np.ndarray:
+        records = alone(len(self.lengths), readers)
+        for first in range(0, len(self.lengths), together):
+            requests = np.arange(first, min(first + together, len(self.lengths)))
+            records[requests, LEADER] = first
+            records[requests, LINE] = requests - first
+            records[requests, WINDOWS] = self.shared
+            records[first, READERS : READERS + len(requests)] = requests
+        return records
 
     def head_entries(self, layer: int, b: int, h: int) -> tuple[np.ndarray, int]:
         """Pages of one head of one request, in order, and the entries they hold."""

@@ -1,74 +1,24 @@
 """Decode attention of one layer over ragged pages: two launches, KV write included.
 
 Program i reads the stretch of the layer's line that ``kernels/dispatch.py`` cut for it; a stretch
-may end in one head and go on in the next. What a program reads of one (request, head) is a part,
-an output and its log-sum-exp, left in the workspace. ``kernels/merge.py`` adds the newest token
-and merges. README.md has the derivation and what was measured.
+may end in one piece and go on in the next. What a program reads of one piece is a part, an output and
+its log-sum-exp for each query of each request that reads the piece, left in the workspace.
+``kernels/merge.py`` adds the newest token and merges. README.md has the derivation and what was
+measured.
 """
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tangram_sglang.kernels.dispatch import PIECE, START, Dispatch
+from tangram_sglang.kernels.decode_config import Config, config_for, rows_of, uses_copy_engine
+from tangram_sglang.kernels.dispatch import Dispatch
+from tangram_sglang.kernels.dispatch_line import MERGE, PIECE, START
 from tangram_sglang.kernels.layer_tables import LayerTables
 from tangram_sglang.kernels.merge import LOG2E, merge_kernel
+from tangram_sglang.kernels.shared_prefix import READERS, lines_for
 from tangram_sglang.kernels.workspace import Workspace
-
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    """How the kernel is compiled.
-
-    Attributes:
-        warps, stages: of a program; stages are pages or tiles in flight.
-        block: entries per tile where pages are gathered by ordinary loads.
-        registers: most per thread; None leaves it to the compiler.
-    """
-
-    warps: int
-    stages: int
-    block: int = 64
-    registers: int | None = None
-
-
-def config_for(pool: torch.Tensor, ratio: int) -> Config:
-    """The config for a pool's head size, type and pages and ``ratio`` query heads per KV head."""
-    width = triton.next_power_of_2(pool.shape[-1]) * pool.element_size()
-    if uses_copy_engine(pool):
-        return Config(warps=1 if width <= 256 and ratio <= 16 else 2, stages=4)
-    if width <= 256:
-        return Config(warps=2, stages=3, block=64)
-    return Config(warps=4, stages=3 if width <= 512 else 2, block=32 if width <= 512 else 16)
-
-
-def uses_copy_engine(pool: torch.Tensor) -> bool:
-    """Whether K and V of a page are fetched by the bulk copy engine (Hopper and later)."""
-    page, dim = pool.shape[-2:]
-    capable = not pool.is_cuda or torch.cuda.get_device_capability(pool.device)[0] >= 9
-    return (
-        capable
-        and pool.element_size() == 2
-        and page >= 16
-        and page == triton.next_power_of_2(page)
-        # four stages of K and V fit into an SM
-        and page * triton.next_power_of_2(dim) <= 1 << 14
-        and dim % 8 == 0
-        and pool.stride(0) % dim == 0
-        and pool.data_ptr() % 16 == 0
-    )
-
-
-def rows_of(pool: torch.Tensor) -> TensorDescriptor:
-    """``pool`` as lines of D, of which the copy engine fetches P at a time."""
-    page, dim = pool.shape[-2:]
-    lines = ((pool.shape[0] - 1) * pool.stride(0) + pool.shape[1] * pool.stride(1)) // dim
-    block = [page, max(16, triton.next_power_of_2(dim))]
-    return TensorDescriptor(pool, [lines, dim], [dim, 1], block)
 
 
 @triton.jit
@@ -98,8 +48,8 @@ def page_slot(i_page, sealed, sealed_at, ring_at, ring, turn):
 
 
 @triton.jit(
-    do_not_specialize=["end_piece", "table_stride"],
-    do_not_specialize_on_alignment=["starts", "pieces", "rings"],
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["starts", "pieces", "rings", "shared"],
 )
 def decode_kernel(
     q,
@@ -109,10 +59,10 @@ def decode_kernel(
     starts,
     pieces,
     rings,
+    shared,
     mid,
     lse,
     scale,
-    end_piece,
     q_stride,
     page_stride,
     column_stride,
@@ -121,6 +71,7 @@ def decode_kernel(
     H: tl.constexpr,
     D: tl.constexpr,
     P: tl.constexpr,
+    R: tl.constexpr,
     BM: tl.constexpr,
     BD: tl.constexpr,
     BN: tl.constexpr,
@@ -132,6 +83,7 @@ def decode_kernel(
     PRECISION: tl.constexpr,
     START: tl.constexpr,
     PIECE: tl.constexpr,
+    RECORD: tl.constexpr,
 ):
     i_c = tl.program_id(0).to(tl.int64)
     p_start = starts + i_c * START
@@ -145,6 +97,8 @@ def decode_kernel(
     turn = tl.load(p_start + 7)
     i_column = tl.load(p_start + 8)
     skip = tl.load(p_start + 9)
+    target = tl.load(p_start + 10)
+    common = tl.load(p_start + 11)
     last_piece = tl.load(p_start + START)
     last_page = tl.load(p_start + START + 1)
     ring = tl.load(rings)
@@ -153,8 +107,9 @@ def decode_kernel(
     o_d = tl.arange(0, BD)
     o_n = tl.arange(0, BN)
     m_d = o_d < D
-    m_gd = (o_g < G)[:, None] & m_d[None, :]
+    o_r = o_g // G  # a line's reader
     o_gd = o_g[:, None] * D + o_d[None, :]
+    o_qd = (o_g % G)[:, None] * D + o_d[None, :]
     dtype = pool.dtype.element_ty
     if EARLY:
         # q is there once the kernel before has ended
@@ -163,10 +118,10 @@ def decode_kernel(
         # the merge may take its place and read the newest tokens
         gdc_launch_dependents()
 
-    touched = tl.minimum(last_piece + 1, end_piece) - first_piece
+    touched = last_piece + 1 - first_piece
     for i in range(0, touched):
         i_piece = first_piece + i
-        # where the next head lies, asked for early
+        # where the next piece lies, asked for early
         more = i + 1 < touched
         p_next = pieces + (i_piece + 1) * PIECE
         next_row = tl.load(p_next, mask=more, other=0)
@@ -177,11 +132,17 @@ def decode_kernel(
         next_turn = tl.load(p_next + 5, mask=more, other=0)
         next_column = tl.load(p_next + 6, mask=more, other=0)
         next_skip = tl.load(p_next + 7, mask=more, other=0)
+        next_target = tl.load(p_next + 8, mask=more, other=0)
+        next_common = tl.load(p_next + 9, mask=more, other=0)
         hi = tl.where(i_piece == last_piece, last_page, pages)
         if lo < hi:
-            i_b = (i_piece // H).to(tl.int64)
-            i_h = i_piece % H
-            p_q = q + i_b * q_stride + i_h * (G * D) + o_gd
+            i_h = target % H
+            b_b = tl.where(o_r == 0, target // H, -1)  # [BM], requests
+            if R > 1:
+                p_reader = shared + target // H * RECORD + 3 + o_r
+                b_b = tl.load(p_reader, mask=(common > 0) & (o_r < R), other=b_b)
+            m_gd = (b_b >= 0)[:, None] & m_d[None, :]
+            p_q = q + b_b.to(tl.int64)[:, None] * q_stride + i_h * (G * D) + o_qd
             b_q = tl.load(p_q, mask=m_gd, other=0.0).to(dtype)  # [BM, BD]
             p_table = table + row.to(tl.int64) * table_stride
             # finite, so that a tile outside the sliding window leaves no NaN
@@ -221,11 +182,11 @@ def decode_kernel(
                     b_k = tl.load(p_k, mask=m_kv, other=0.0)  # [BN, BD]
                     b_v = tl.load(p_k + P * D, mask=m_kv, other=0.0)  # [BN, BD]
                     b_m, b_l, b_acc = attend(b_m, b_l, b_acc, b_q, b_k, b_v, m_e, scale, PRECISION)
-            # a program and a head name a part: both only grow along the line
-            i_part = i_c + i_piece
+            # a program and a piece name a part: both only grow along the line
+            i_part = (i_c + i_piece) * R
             p_mid = mid + i_part * (G * D) + o_gd
             tl.store(p_mid, b_acc * (1.0 / b_l)[:, None], mask=m_gd)
-            tl.store(lse + i_part * G + o_g, b_m + tl.log2(b_l), mask=o_g < G)
+            tl.store(lse + i_part * G + o_g, b_m + tl.log2(b_l), mask=b_b >= 0)
         lo = 0
         row = next_row
         pages = next_pages
@@ -235,6 +196,8 @@ def decode_kernel(
         turn = next_turn
         i_column = next_column
         skip = next_skip
+        target = next_target
+        common = next_common
 
 
 def decode_attention(
@@ -290,8 +253,7 @@ def decode_attention(
         v_new=v_new,
         pool=pool,
         table=table,
-        pieces=dispatch.pieces[layer],
-        rings=tables.ring[layer:],
+        merges=dispatch.merges[layer],
         mid=workspace.mid,
         lse=workspace.lse,
         # never read without SINKS, but a pointer all the same
@@ -309,12 +271,13 @@ def decode_attention(
         H=tables.heads,
         D=dim,
         P=tables.page,
+        R=dispatch.readers,
         BD=triton.next_power_of_2(dim),
         BP=triton.next_power_of_2(tables.page),
         NP=32,
         SINKS=sinks is not None,
         DEPENDENT=dependent,
-        PIECE=PIECE,
+        MERGE=MERGE,
         # kernels/README.md has what else was tried
         num_warps=1,
         **({"launch_pdl": True} if dependent else {}),
@@ -345,10 +308,10 @@ def decode_arguments(
         starts=dispatch.starts[layer],
         pieces=dispatch.pieces[layer],
         rings=tables.ring[layer:],
+        shared=dispatch.shared,
         mid=workspace.mid,
         lse=workspace.lse,
         scale=scaling * LOG2E.value,
-        end_piece=dispatch.batch * tables.heads,
         q_stride=q.stride(0),
         page_stride=pool.stride(0),
         column_stride=pool.stride(1),
@@ -357,8 +320,8 @@ def decode_arguments(
         H=tables.heads,
         D=dim,
         P=page,
-        # a matrix multiplication needs 16 lines
-        BM=max(16, triton.next_power_of_2(ratio)),
+        R=dispatch.readers,
+        BM=lines_for(ratio),
         BD=max(16, triton.next_power_of_2(dim)),
         BN=page if copies else config.block,
         STAGES=config.stages,
@@ -367,6 +330,7 @@ def decode_arguments(
         PRECISION="ieee" if pool.dtype == torch.float32 else "tf32",
         START=START,
         PIECE=PIECE,
+        RECORD=READERS + dispatch.readers,
         num_warps=config.warps,
         **({} if config.registers is None else {"maxnreg": config.registers}),
     )
@@ -376,7 +340,7 @@ def _check(q, k_new, v_new, pool, out, tables, dispatch, workspace, layer) -> No
     """Shapes that the kernels trust."""
     batch, q_heads, dim = q.shape
     heads, page = tables.heads, tables.page
-    parts = Workspace.parts(dispatch.grid[layer], batch, heads)
+    parts = Workspace.parts(dispatch.grid[layer], batch, heads, dispatch.readers)
     wrong = (
         q_heads % heads
         or k_new.shape != (batch, heads, dim)
@@ -387,12 +351,12 @@ def _check(q, k_new, v_new, pool, out, tables, dispatch, workspace, layer) -> No
         or any(x.stride()[1:] != (dim, 1) for x in (q, k_new, v_new, out))
         or dispatch.batch != batch
         or workspace.mid.shape[0] < parts
-        or workspace.mid.shape[1:] != (q_heads // heads, dim)
+        or workspace.mid.shape[1:] != (dispatch.readers * q_heads // heads, dim)
     )
     if wrong:
         raise ValueError(
             f"decode attention of {heads} KV heads, pages of {page}, dispatch for "
-            f"{dispatch.batch} requests: got q {tuple(q.shape)}, k_new {tuple(k_new.shape)}, pool "
-            f"{tuple(pool.shape)} with strides {pool.stride()}, out {tuple(out.shape)}, workspace "
-            f"{tuple(workspace.mid.shape)}"
+            f"{dispatch.batch} requests, {dispatch.readers} reading together: got q "
+            f"{tuple(q.shape)}, k_new {tuple(k_new.shape)}, pool {tuple(pool.shape)} with strides "
+            f"{pool.stride()}, out {tuple(out.shape)}, workspace {tuple(workspace.mid.shape)}"
         )

@@ -28,17 +28,14 @@ def absorb(b_m, b_l, b_acc, b_x, b_o):
     return b_max, b_l, b_acc * b_a + tl.sum(b_w[:, None] * b_o, axis=0)
 
 
-@triton.jit(
-    do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["pieces", "rings", "sinks"]
-)
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["merges", "sinks"])
 def merge_kernel(
     q,
     k_new,
     v_new,
     pool,
     table,
-    pieces,
-    rings,
+    merges,
     mid,
     lse,
     sinks,
@@ -55,36 +52,33 @@ def merge_kernel(
     H: tl.constexpr,
     D: tl.constexpr,
     P: tl.constexpr,
+    R: tl.constexpr,
     BD: tl.constexpr,
     BP: tl.constexpr,
     NP: tl.constexpr,
     SINKS: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    PIECE: tl.constexpr,
+    MERGE: tl.constexpr,
 ):
-    i_piece = tl.program_id(0).to(tl.int64)
+    i_m = tl.program_id(0).to(tl.int64)
     i_g = tl.program_id(1)
-    i_b = i_piece // H
-    i_h = i_piece % H
+    i_b = i_m // H
+    i_h = i_m % H
     o_d = tl.arange(0, BD)
     m_d = o_d < D
     p_out = out + i_b * out_stride + (i_h * G + i_g) * D + o_d
-    p_piece = pieces + i_piece * PIECE
-    slot = tl.load(p_piece + 8)
+    p_merge = merges + i_m * MERGE
+    slot = tl.load(p_merge + 3)
     if slot < 0:
         # a row of padding attends to nothing
         tl.store(p_out, tl.zeros([BD], out.dtype.element_ty), mask=m_d)
     else:
-        row = tl.load(p_piece).to(tl.int64)
-        pages = tl.load(p_piece + 1)
-        ring = tl.load(rings)
-        ring_at = tl.load(p_piece + 4)
-        place = pages + tl.load(p_piece + 5)
-        place = ring_at + tl.where(place >= ring, place - ring, place)
-        i_column = tl.load(p_piece + 6).to(tl.int64)
-        skip = tl.load(p_piece + 7) - pages * P
-        first = tl.load(p_piece + 9)
-        count = tl.load(p_piece + 10)
+        row = tl.load(p_merge).to(tl.int64)
+        place = tl.load(p_merge + 1)
+        i_column = tl.load(p_merge + 2).to(tl.int64)
+        skip = tl.load(p_merge + 4)
+        first = tl.load(p_merge + 5).to(tl.int64)
+        count = tl.load(p_merge + 6)
         b_q = tl.load(q + i_b * q_stride + (i_h * G + i_g) * D + o_d, mask=m_d, other=0.0)
         b_k1 = tl.load(k_new + i_b * k_stride + i_h * D + o_d, mask=m_d, other=0.0)
         b_v1 = tl.load(v_new + i_b * v_stride + i_h * D + o_d, mask=m_d, other=0.0)
@@ -109,16 +103,27 @@ def merge_kernel(
         b_s = tl.where(m_p, b_s, float("-inf"))  # [BP]
         b_m, b_l, b_acc = absorb(b_m, 1.0, b_v1.to(tl.float32), b_s, b_v)
 
+        # parts of windows that others read too come first; their lines are those of all readers
+        before = 0
+        line = 0
+        if R > 1:
+            first_common = tl.load(p_merge + 7).to(tl.int64)
+            before = tl.load(p_merge + 8)
+            line = tl.load(p_merge + 9) * G
         if DEPENDENT:
             # the decode kernel has ended and its parts are there
             gdc_wait()
         o_n = tl.arange(0, NP)
-        i_part = first + i_piece
-        for i in range(0, count, NP):
-            m_n = i + o_n < count
-            o_part = (i_part + i + o_n) * G + i_g
-            b_x = tl.load(lse + o_part, mask=m_n, other=float("-inf"))  # [NP]
-            p_part = mid + o_part[:, None] * D + o_d[None, :]
+        for i in range(0, before + count, NP):
+            o_i = i + o_n
+            m_n = o_i < before + count
+            o_part = first + o_i - before
+            o_line = (o_part * R) * G + i_g
+            if R > 1:
+                o_common = ((first_common + o_i) * R) * G + line + i_g
+                o_line = tl.where(o_i < before, o_common, o_line)
+            b_x = tl.load(lse + o_line, mask=m_n, other=float("-inf"))  # [NP]
+            p_part = mid + o_line[:, None] * D + o_d[None, :]
             b_o = tl.load(p_part, mask=m_n[:, None] & m_d[None, :], other=0.0)  # [NP, BD]
             b_m, b_l, b_acc = absorb(b_m, b_l, b_acc, b_x, b_o)
         if SINKS:

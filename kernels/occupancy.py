@@ -5,14 +5,11 @@ import ctypes
 import numpy as np
 import torch
 
-from tangram_sglang.kernels.decode import (
-    Config,
-    config_for,
-    decode_arguments,
-    decode_kernel,
-)
+from tangram_sglang.kernels.decode import decode_arguments, decode_kernel
+from tangram_sglang.kernels.decode_config import Config, config_for
 from tangram_sglang.kernels.dispatch import Dispatch
 from tangram_sglang.kernels.layer_tables import LayerTables
+from tangram_sglang.kernels.shared_prefix import most_readers
 from tangram_sglang.kernels.workspace import Workspace
 from tangram_sglang.plan.split_map import equal_splits
 
@@ -36,8 +33,10 @@ def resident_programs(
     """
     device, dim = pool.device, pool.shape[-1]
     heads, q_dtype = tables.heads, q_dtype or pool.dtype
-    dispatch = Dispatch.build(equal_splits((len(tables.sliding), heads), heads, 1), device)
-    workspace = Workspace.build(heads, 1, heads, ratio, dim, device)
+    readers = most_readers(ratio)
+    split_map = equal_splits((len(tables.sliding), heads), heads, 1)
+    dispatch = Dispatch.build(split_map, device, readers=readers)
+    workspace = Workspace.build(heads, 1, heads, ratio, dim, readers, device)
     q = torch.empty(1, heads * ratio, dim, dtype=q_dtype, device=device)
     table = torch.zeros(1, 1, dtype=torch.int32, device=device)
     per_sm = []

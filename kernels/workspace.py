@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from tangram_sglang.errors import TangramError
+from tangram_sglang.kernels.dispatch import most_pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,8 +13,8 @@ class Workspace:
     """Parts of one launch; all layers share it, one launch after the other.
 
     Attributes:
-        mid: [parts, G, D] fp32, outputs.
-        lse: [parts, G] fp32, their log-sum-exp in base 2.
+        mid: [parts, R G, D] fp32, outputs; a part that one request reads has the first G lines.
+        lse: [parts, R G] fp32, their log-sum-exp in base 2.
     """
 
     mid: torch.Tensor
@@ -23,14 +24,17 @@ class Workspace:
     CAP = 1 << 30
 
     @staticmethod
-    def parts(programs: int, batch: int, heads: int) -> int:
-        """Most parts: each starts with a program or with a head of a request."""
-        return programs + batch * heads
+    def parts(programs: int, batch: int, heads: int, readers: int) -> int:
+        """Most parts: each starts with a program or with a piece of the line."""
+        return programs + most_pieces(batch, heads, readers)
 
     @staticmethod
-    def nbytes(programs: int, batch: int, heads: int, ratio: int, head_dim: int) -> int:
-        """Bytes of a workspace: 4 G (D + 1) a part."""
-        return 4 * Workspace.parts(programs, batch, heads) * ratio * (head_dim + 1)
+    def nbytes(
+        programs: int, batch: int, heads: int, ratio: int, head_dim: int, readers: int
+    ) -> int:
+        """Bytes of a workspace: 4 R G (D + 1) a part."""
+        parts = Workspace.parts(programs, batch, heads, readers)
+        return 4 * parts * readers * ratio * (head_dim + 1)
 
     @staticmethod
     def build(
@@ -39,22 +43,23 @@ class Workspace:
         heads: int,
         ratio: int,
         head_dim: int,
+        readers: int,
         device: torch.device | str,
     ) -> "Workspace":
         """Buffers for launches of up to ``programs`` programs and ``batch`` requests.
 
         Args:
             programs, batch: largest grid and batch size.
-            heads, ratio, head_dim: H, G and D.
+            heads, ratio, head_dim, readers: H, G, D and R.
         """
-        need = Workspace.nbytes(programs, batch, heads, ratio, head_dim)
+        need = Workspace.nbytes(programs, batch, heads, ratio, head_dim, readers)
         if need > Workspace.CAP:
             raise TangramError(
                 f"decode of {batch} requests in {programs} programs needs {need >> 20} MiB of "
                 f"workspace, more than {Workspace.CAP >> 20}; lower --cuda-graph-max-bs"
             )
-        parts = Workspace.parts(programs, batch, heads)
+        parts = Workspace.parts(programs, batch, heads, readers)
         return Workspace(
-            mid=torch.empty(parts, ratio, head_dim, device=device),
-            lse=torch.empty(parts, ratio, device=device),
+            mid=torch.empty(parts, readers * ratio, head_dim, device=device),
+            lse=torch.empty(parts, readers * ratio, device=device),
         )

@@ -2,7 +2,8 @@
 
 A forward step, all of it on the forward stream:
 
-    1. one upload of what the host knows: table changes, records of the step, sealed windows
+    1. one upload of what the host knows: table changes, records of the step, sealed windows, who
+       reads windows together
     2. copy old pages that the step gives away and writes to
     3. decode: seal, over all layers at once, the windows that the step before completed
     4. layer by layer. Prefill: seal what completes, attend, write the raw tail.
@@ -29,6 +30,7 @@ from tangram_sglang.backend.pieces import step_pieces
 from tangram_sglang.backend.scorer_pages import ScorerPages
 from tangram_sglang.backend.seal_inputs import Fresh
 from tangram_sglang.backend.sealer import Sealer
+from tangram_sglang.backend.shared_reads import SharedReads
 from tangram_sglang.backend.split_dispatch import SplitDispatch
 from tangram_sglang.backend.splitter import Splitter
 from tangram_sglang.backend.warm_up import warm_up
@@ -82,6 +84,8 @@ class TangramCudaBackend(AttentionBackend):
         self._splits = SplitDispatch(
             self._tables, self._layout, pool.pages, self._ratio, pool.plan.splits == "equal"
         )
+        full = kept.sum(axis=1).mean() / self._tables.page if len(kept) else 0
+        self._shared = SharedReads(pool.rows, self._splits.readers, shape.kv_heads, full)
         self._n_win = torch.zeros(pool.rows.table.shape[0], dtype=torch.int32, device=self.device)
         self._lists: dict[str, torch.Tensor] = {}
         self._sealing: list[list[int]] = []  # row and window of each unit
@@ -254,9 +258,11 @@ class TangramCudaBackend(AttentionBackend):
             "copies": found.copies,
             "units": seal_units(found.pieces[0], self._layout.rule),
             "n_win": _windows(steps, self._batch),
+            "shared": self._shared.of(steps, self._batch),
         }
         sent = self._send(lists)
         self._n_win[: self._batch].copy_(sent["n_win"])
+        self._splits.of(self._batch)[0].shared.copy_(sent["shared"])
         if sealing:
             heads = len(self._everyone.index.kept)
             nothing = Fresh.nothing(self.token_to_kv_pool.pages, heads, self._ratio)

@@ -6,6 +6,7 @@ import torch
 from tangram_sglang.kernels.dispatch import Dispatch
 from tangram_sglang.kernels.layer_tables import LayerTables
 from tangram_sglang.kernels.occupancy import resident_programs
+from tangram_sglang.kernels.shared_prefix import most_readers
 from tangram_sglang.kernels.workspace import Workspace
 from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.split_map import SplitMap, equal_splits, plan_splits
@@ -45,6 +46,8 @@ class SplitDispatch:
         self._eager: dict[int, tuple[Dispatch, Workspace]] = {}
         # N_CTA: programs of the real kernel that the GPU holds at once
         self.programs = resident_programs(tables, pool, ratio)
+        # R: equal splits cut rigidly, and nothing is read together then
+        self.readers = 1 if equal else most_readers(ratio)
         self._workspace: Workspace | None = None
         self._largest = 0
         # sliding-window heads all hold the same
@@ -64,6 +67,7 @@ class SplitDispatch:
                 self._tables.heads,
                 self._ratio,
                 self._pool.shape[-1],
+                self.readers,
                 self._pool.device,
             )
 
@@ -78,7 +82,9 @@ class SplitDispatch:
         found = self._eager.pop(batch, None)
         if found is None:
             self.reserve(batch)
-            dispatch = Dispatch.build(self._split_map(batch), self._pool.device, not self._equal)
+            split_map = self._split_map(batch)
+            stretched = not self._equal
+            dispatch = Dispatch.build(split_map, self._pool.device, stretched, self.readers)
             found = dispatch, self._workspace
         if capture:
             self._captured[batch] = found

@@ -49,6 +49,7 @@ class Rows:
     ``pointed`` is called with a row and the table entries of it that have changed; a copy of the
     table elsewhere follows it. ``granted`` holds the steps of the last ``advance``, in its order,
     and ``taken`` the pages it handed out, of which the step still reads ``spare`` at most.
+    ``prefixes`` counts the changes of which rows there are and what they have from the prefix cache.
     """
 
     def __init__(self, layout: KVLayout, ledger: Ledger, max_rows: int):
@@ -64,6 +65,7 @@ class Rows:
         self.granted: list[Step] = []
         self.taken = _NO_PAGES
         self.spare = 1 << 40
+        self.prefixes = 0
 
     def open(
         self,
@@ -83,6 +85,7 @@ class Rows:
         rule, count = self.layout.rule, len(windows)
         n = count * rule.window + len(tail) * rule.page
         self.live[row] = Row(prompt, n, rule.floor(prompt, count), count, n)
+        self.prefixes += 1
         for j, pages in enumerate(windows):
             self._point(row, self._sealed_slots(j, j + 1), pages)
         for i, pages in enumerate(tail, count * rule.window // rule.page):
@@ -135,10 +138,12 @@ class Rows:
             self.ledger.give(self.private_pages(row), row)
             self.table[row] = 0
             del self.live[row]
+            self.prefixes += 1
 
     def clear(self) -> None:
         """Drop every row."""
         self.live.clear()
+        self.prefixes += 1
         self.table[:] = 0
         self.ledger.clear()
 
@@ -268,6 +273,14 @@ class Rows:
             row, self._sealed_slots(state.cached_windows, state.cached_windows + 1), pages, owner
         )
         state.cached_windows += 1
+        self.prefixes += 1
+
+    def cached_path(self, row: int) -> np.ndarray:
+        """One page of each window that the prefix cache owns: equal where the window is the same."""
+        kept = self.layout.kept // self.layout.rule.page
+        group = int(kept.argmax())
+        first, step = int(self.layout.table_offset[group]), int(kept[group])
+        return self.table[row, first : first + self.live[row].cached_windows * step : max(1, step)]
 
     def share_tail_page(self, row: int, page: int, pages: np.ndarray, owner: int | None) -> None:
         """The same for the raw pages of tokens page*P..; in order of ``page``."""

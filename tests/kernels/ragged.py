@@ -9,6 +9,7 @@ import torch
 from tangram_sglang.kernels.decode import decode_attention
 from tangram_sglang.kernels.dispatch import Dispatch, dispatch_step
 from tangram_sglang.kernels.layer_tables import LayerTables
+from tangram_sglang.kernels.shared_prefix import LEADER, LINE, READERS, WINDOWS, most_readers
 from tangram_sglang.kernels.workspace import Workspace
 from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.shape import LayerShape, ModelShape
@@ -29,6 +30,7 @@ class RaggedBatch:
         heads, ratio, dim: H, G and D.
         sliding: window of each layer, 0 for full attention.
         floors: windows each request had from the prefix cache.
+        common: by leader, the windows it reads together with which others.
         guard: elements between pages of the pool that belong to nobody.
     """
 
@@ -46,6 +48,7 @@ class RaggedBatch:
         retention=0.5,
         per_group=2,
         floors=None,
+        common=None,
         guard=0,
         seed=0,
     ):
@@ -72,6 +75,8 @@ class RaggedBatch:
         self.n_win = [
             self.rule.sealed(n, f) if n else 0 for n, f in zip(lengths, self.floors, strict=True)
         ]
+        self.common = common or {}
+        self.leader = {b: lead for lead, (_, others) in self.common.items() for b in others}
         self._fill(generator, guard)
 
     def _fill(self, generator, guard):
@@ -90,7 +95,9 @@ class RaggedBatch:
         # slots of the newest token and, per layer, request and head, all K and V
         self.newest, self.k, self.v = {}, {}, {}
         group_pages = {}
-        for b, n in enumerate(self.lengths):
+        # leaders first
+        requests = sorted(enumerate(self.lengths), key=lambda request: request[0] in self.leader)
+        for b, n in requests:
             for g, group in enumerate(layout.groups if n else ()):
                 sealed = self.n_win[b] * int(layout.kept[g])
                 start = layout.tail_start(group.sliding_window, n, self.floors[b])
@@ -99,16 +106,22 @@ class RaggedBatch:
                 for t in range(start // page, -(-n // page)):
                     held.append(layout.ring_offset[g] + t % ring)
                 found = [next(pages) for _ in held]
+                if b in self.leader and group.sliding_window is None:
+                    same = self.same_entries(b, g) // page
+                    found[:same] = group_pages[self.leader[b], g][0][:same]
                 table[self.rows[b], held] = found
                 group_pages[b, g] = found, sealed + n - start
         self.table = torch.from_numpy(table).to(DEVICE)
         for (layer_id, h), (g, column) in layout.place.items():
             i = self.tables.index[layer_id]
-            for b, n in enumerate(self.lengths):
+            for b, n in requests:
                 if not n:
                     continue
                 found, entries = group_pages[b, g]
                 k, v = (torch.randn(entries, self.dim).to(self.dtype).to(DEVICE) for _ in "kv")
+                if b in self.leader and not self.sliding[i]:
+                    same, lead = self.same_entries(b, g), self.leader[b]
+                    k[:same], v[:same] = self.k[i, lead, h][:same], self.v[i, lead, h][:same]
                 slots = torch.arange(entries - 1, device=DEVICE)
                 at = torch.tensor(found, device=DEVICE)[slots // page]
                 self.pool[at, column, 0, slots % page] = k[:-1]
@@ -117,6 +130,19 @@ class RaggedBatch:
                 first = max(0, entries - window) if window else 0
                 self.k[i, b, h], self.v[i, b, h] = k[first:], v[first:]
                 self.newest[i, b, h] = found[-1], column, (entries - 1) % page
+
+    def same_entries(self, b, g):
+        """Entries of a head of group g that b shares with its leader."""
+        return self.common[self.leader[b]][0] * int(self.layout.kept[g])
+
+    def records(self, dispatch):
+        """Say in the dispatch's records what is read together."""
+        for lead, (windows, others) in self.common.items():
+            for line, b in enumerate([lead, *others]):
+                dispatch.shared[b, LEADER] = lead
+                dispatch.shared[b, LINE] = line
+                dispatch.shared[b, WINDOWS] = windows
+                dispatch.shared[lead, READERS + line] = b
 
     def inputs(self, layer):
         """q [B, HQ, D], and k_new, v_new [B, H, D] as slices of one tensor, as SGLang has them."""
@@ -151,11 +177,14 @@ class RaggedBatch:
             shape = (len(self.sliding), self.heads)
             programs = splits * batch * self.heads
             split_map = SplitMap(batch, programs, np.full(shape, splits, dtype=np.int64))
-        dispatch = Dispatch.build(split_map, DEVICE, stretched)
-        dispatch.starts.fill_(-(2**30))
-        dispatch.pieces.fill_(-(2**30))
-        most = max(dispatch.grid)
-        workspace = Workspace.build(most, batch, self.heads, self.ratio, self.dim, DEVICE)
+        readers = most_readers(self.ratio)
+        dispatch = Dispatch.build(split_map, DEVICE, stretched, readers)
+        for written in (dispatch.starts, dispatch.pieces, dispatch.merges):
+            written.fill_(-(2**30))
+        if stretched:
+            self.records(dispatch)
+        most, sizes = max(dispatch.grid), (batch, self.heads, self.ratio, self.dim)
+        workspace = Workspace.build(most, *sizes, dispatch.readers, DEVICE)
         workspace.mid.fill_(torch.nan)
         workspace.lse.fill_(torch.nan)
         q, k_new, v_new = self.inputs(layer)

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from tangram_sglang.errors import TangramError
-from tangram_sglang.kernels.decode import uses_copy_engine
-from tangram_sglang.kernels.dispatch import COUNT, PIECE
+from tangram_sglang.kernels.decode_config import uses_copy_engine
+from tangram_sglang.kernels.dispatch_line import MERGE
+from tangram_sglang.kernels.shared_prefix import most_readers
 from tangram_sglang.kernels.workspace import Workspace
 from tangram_sglang.plan.window import WindowRule
 from tests.kernels.ragged import DEVICE, RaggedBatch, assert_close
@@ -46,9 +47,9 @@ def test_rows_of_padding_have_no_work(rows):
     before = batch.slab.clone()
     out, expected = batch.decode(programs=12)
     assert_close(out, expected)
-    pieces = batch.dispatch.pieces[0].view(-1, 2, PIECE)
+    parts = batch.dispatch.merges[0].view(-1, 2, MERGE)[..., 6]
     for b, live in enumerate(rows):
-        assert bool(out[b].any()) == bool(pieces[b, :, COUNT].any()) == bool(live)
+        assert bool(out[b].any()) == bool(parts[b].any()) == bool(live)
     assert batch.dispatch.grid == (12,)
     if not any(rows):
         assert torch.equal(batch.slab.nan_to_num(), before.nan_to_num())
@@ -152,10 +153,41 @@ def test_results_do_not_depend_on_who_finishes_last():
 def test_workspace_follows_its_formula_and_has_a_cap():
     """E5 (sgl-project/sglang PR#24762): 256 requests on a Llama-8B shape."""
     programs, batch, heads, ratio, dim = 2112, 256, 8, 4, 128
-    workspace = Workspace.build(programs, batch, heads, ratio, dim, "cpu")
-    held = sum(x.nbytes for x in (workspace.mid, workspace.lse))
-    assert held == Workspace.nbytes(programs, batch, heads, ratio, dim)
-    assert held == 4 * (2112 + 2048) * 4 * 129
-    assert held < 16 << 20
-    with pytest.raises(TangramError, match="lower --cuda-graph-max-bs"):
-        Workspace.build(1 << 20, batch, heads, ratio, dim, "cpu")
+    for readers, bound in ((1, 16), (4, 48)):
+        sizes = batch, heads, ratio, dim, readers
+        workspace = Workspace.build(programs, *sizes, "cpu")
+        held = sum(x.nbytes for x in (workspace.mid, workspace.lse))
+        assert held == Workspace.nbytes(programs, *sizes)
+        pieces = 2048 if readers == 1 else 3072
+        assert held == 4 * (2112 + pieces) * readers * 4 * 129
+        assert held < bound << 20
+        with pytest.raises(TangramError, match="lower --cuda-graph-max-bs"):
+            Workspace.build(1 << 20, *sizes, "cpu")
+
+
+@pytest.mark.parametrize("programs", [1, 7, 61])
+@pytest.mark.parametrize("ratio", [1, 3, 4, 7])
+def test_windows_that_requests_read_together(programs, ratio):
+    """Two leaders, readers on both sides of theirs, padding and strangers between; what they read
+    alone differs in length, down to nothing but the newest page."""
+    assert most_readers(ratio) == {1: 4, 3: 4, 4: 4, 7: 2}[ratio]
+    lengths = [107, 203, 0, 107, 70, 333, 1, 142, 43]
+    common = {3: (3, [1]), 7: (4, [5])} if ratio == 7 else {3: (3, [0, 1, 5]), 4: (1, [8, 7])}
+    shape = {"heads": 3, "ratio": ratio, "sliding": (0, 41)}
+    batch = RaggedBatch(lengths, [0.1, 0.9, 0.3], common=common, **shape)
+    for layer in (0, 1):
+        assert_close(*batch.decode(layer, programs=programs))
+    # a leader's pages are read once for all: those of the others could be anything
+    for b, lead in batch.leader.items():
+        assert batch.n_win[b] >= common[lead][0]
+    assert int(batch.dispatch.merges[0].view(-1, 3, MERGE)[1, :, 8].min()) > 0
+
+
+def test_what_is_read_together_comes_from_the_leaders_row():
+    """The others' table entries for it are not looked at, and theirs are all a reader needs else."""
+    batch = RaggedBatch([200, 170], [0.2, 0.7], heads=2, ratio=4, common={0: (2, [1])})
+    for g, _ in batch.layout.place.values():
+        first = int(batch.layout.table_offset[g])
+        same = batch.same_entries(1, g) // batch.rule.page
+        batch.table[batch.rows[1], first : first + same] = 0
+    assert_close(*batch.decode(programs=9))

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from tangram_sglang.kernels.decode import config_for, decode_attention
+from tangram_sglang.kernels.decode import decode_attention
+from tangram_sglang.kernels.decode_config import config_for
 from tangram_sglang.kernels.dispatch import Dispatch, dispatch_step
 from tangram_sglang.kernels.occupancy import resident_programs
+from tangram_sglang.kernels.shared_prefix import most_readers
 from tangram_sglang.kernels.workspace import Workspace
 from tangram_sglang.plan.window import WindowRule
 from tests.kernels.ragged import RaggedBatch, assert_close
@@ -25,8 +27,9 @@ BUDGETS = [0.06, 0.10, 0.14, 0.18, 0.22, 0.30, 0.42, 0.58]
 def runner(batch, programs):
     """Static buffers and a function that decodes layer 0 from them."""
     size = len(batch.lengths)
-    dispatch = Dispatch.build(batch.split_map(programs), "cuda")
-    workspace = Workspace.build(dispatch.grid[0], size, batch.heads, batch.ratio, batch.dim, "cuda")
+    dispatch = Dispatch.build(batch.split_map(programs), "cuda", readers=most_readers(batch.ratio))
+    sizes = size, batch.heads, batch.ratio, batch.dim, dispatch.readers
+    workspace = Workspace.build(dispatch.grid[0], *sizes, "cuda")
     q, k_new, v_new = batch.inputs(0)
     out, step = torch.full_like(q, torch.nan), batch.tensors()
 

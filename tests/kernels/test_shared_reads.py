@@ -1,0 +1,76 @@
+"""Requests behind the same cached prefix read its windows together: who, and with which result."""
+
+import numpy as np
+import pytest
+import torch
+
+from tangram_sglang.backend.shared_reads import runs
+from tangram_sglang.kernels.shared_prefix import LEADER, LINE, READERS, WINDOWS
+from tests.kernels.sides import random_qkv
+
+
+def paths(*found):
+    return [np.array(x, dtype=np.int32) for x in found]
+
+
+def test_neighbours_in_the_order_of_their_paths_read_together():
+    a, b = [5, 6, 7, 8], [5, 6, 9]
+    found = list(runs(paths(a, [1, 2], b, [], a, [1, 3], [4]), 4))
+    # three begin with 5 6: 4 windows saved, as much as by the two equal ones alone
+    assert [(sorted(requests), windows) for requests, windows in found] == [
+        ([1, 5], 1),
+        ([0, 4], 4),
+    ]
+    assert list(runs(paths([5], [5], [5], [5], [5], [5]), 4)) == [([0, 1, 2, 3], 1), ([4, 5], 1)]
+    assert list(runs(paths([5], [5], [5]), 2)) == [([0, 1], 1)]
+    assert not list(runs(paths([1], [2], []), 4))
+
+
+def test_every_run_is_a_common_beginning():
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        found = paths(*(generator.integers(1, 3, generator.integers(0, 6)) for _ in range(12)))
+        seen = []
+        for requests, windows in runs(found, 4):
+            assert 1 < len(requests) <= 4 and windows > 0
+            same = {tuple(found[b][:windows]) for b in requests}
+            assert len(same) == 1 and len(next(iter(same))) == windows
+            seen += requests
+        assert len(seen) == len(set(seen))
+
+
+@pytest.mark.parametrize("splits", ["map", "equal"])
+def test_rows_behind_one_prefix_decode_as_if_alone(sides, splits):
+    """The two backends step by step; a fourth request is behind nothing. Rows come and go."""
+    cpu, gpu = sides(500, splits=splits)
+    generator = torch.Generator().manual_seed(0)
+    document, rows = list(random_qkv(85, generator)), [1, 2, 3]
+    for side in (cpu, gpu):
+        side.pool.rows.open(1, 85)
+        side.forward([(1, 85)], False, document)
+        side.pool.store.publish(1, (), tuple(range(85)))
+    windows = cpu.pool.rows.live[1].cached_windows
+    assert windows == 4
+    question = list(random_qkv(12, generator))
+    for row in (2, 3):
+        for side in (cpu, gpu):
+            known = [side.pool.rows.window_pages(1, j) for j in range(windows)]
+            side.pool.rows.open(row, 76, known)
+            side.forward([(row, 76)], False, question)
+    for rows in ([3, 1, 2], [3, 1, 2], [2, 1]):
+        targets = [(row, cpu.pool.rows.live[row].n + 1) for row in rows]
+        qkv = list(random_qkv(len(rows), generator))
+        expected, found = (side.forward(targets, True, qkv) for side in (cpu, gpu))
+        for a, b in zip(expected, found, strict=True):
+            assert torch.allclose(a, b, atol=1e-5)
+        dispatch = gpu.backend._splits.of(len(rows))[0]
+        shared = dispatch.shared.cpu().numpy()
+        if splits == "equal" or len(rows) == 2:
+            # of two, one saves no more than a piece more for each head costs
+            assert (shared[:, WINDOWS] == 0).all()
+            continue
+        assert (shared[:, WINDOWS] == windows).all()
+        lead = shared[0, LEADER]
+        readers = shared[lead, READERS : READERS + 3].tolist()
+        assert sorted(readers) == [0, 1, 2] and readers[0] == lead
+        assert [readers.index(b) for b in range(3)] == shared[:, LINE].tolist()
