@@ -44,7 +44,7 @@ def main() -> None:
         table = KernelTable(options.out / "kernels-prefill.csv")
         kernels_prefill.run(table, not options.no_flashinfer)
     if options.only != "prefill" and not options.no_flashinfer:
-        for name in kernels_decode.DECODE.keys() & set(options.cases):
+        for name in [x for x in options.cases if x in kernels_decode.DECODE]:
             kernels_decode.ragged_case(name, decode)
             torch.cuda.empty_cache()
 

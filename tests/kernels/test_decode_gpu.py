@@ -105,6 +105,14 @@ def test_float16_and_long_ragged_heads():
         assert_close(*batch.decode(programs=1056, stretched=stretched))
 
 
+def test_windows_that_requests_read_together():
+    """A leader behind two of its readers; a stranger and padding between them."""
+    lengths = [8700, 9000, 0, 8800, 5000, 8650]
+    batch = RaggedBatch(lengths, BUDGETS, retention=0.3, common={1: (16, [0, 3, 5])}, **LLAMA)
+    for programs in (924, 11):
+        assert_close(*batch.decode(programs=programs))
+
+
 @pytest.mark.parametrize("batch", [1, 16, 33, 64, 130, 256])
 def test_every_batch_size(batch):
     """Of any captured size, with padding; the dispatch compiles a kernel for each power of two."""
