@@ -153,6 +153,9 @@ class Scene:
         records = alone(len(self.lengths), readers)
         for first in range(0, len(self.lengths), together):
             requests = np.arange(first, min(first + together, len(self.lengths)))
+            if len(requests) == 1:
+                # it reads alone; a line has no place for leaders without others
+                continue
             records[requests, LEADER] = first
             records[requests, LINE] = requests - first
             records[requests, WINDOWS] = self.shared
