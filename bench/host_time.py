@@ -12,8 +12,9 @@ over steps, in milliseconds:
   which the pass is launched, host time as well, and `step_ms`, the sum of both, is what to compare;
 - `wait_ms`: on a GPU, waiting for results of the pass before (overlap scheduling is on there).
 
-Steps in which a window is sealed are among them; with long windows they are few and do not move a
-median, so `mean_host_ms` is there too. What the harness itself does in a step is not counted, except
+Prompts differ by a token each, so that in every step some requests begin a page. Steps in which a window
+is sealed are among them; with long windows they are few and do not move a median, so `mean_host_ms` is
+there too. What the harness itself does in a step is not counted, except
 that it takes the tokens of all requests when they end.
 """
 
@@ -114,10 +115,10 @@ def measure(backend: str, options: argparse.Namespace, folder: Path) -> dict[str
 
     length, new = options.input_len, options.output_len
     requests = [
-        Req([10 + (i + j) % 200 for j in range(length)], new, rid=f"r{i}-")
+        Req([10 + (i + j) % 200 for j in range(length + i)], new, rid=f"r{i}-")
         for i in range(options.batch)
     ]
-    tokens = 2 * options.batch * (length + new)
+    tokens = 2 * options.batch * (length + options.batch + new)
     arguments = {
         "attention_backend": backend,
         "max_running_requests": options.batch,
@@ -170,7 +171,7 @@ def main() -> None:
     add("--backends", nargs="+", help="the first one is compared with; default: stock and ours")
     add("--retention", type=float, default=0.25)
     add("--batch", type=int, default=64)
-    add("--input-len", type=int, default=600, help="tokens of each prompt (%(default)s)")
+    add("--input-len", type=int, default=600, help="tokens of the shortest prompt (%(default)s)")
     add("--output-len", type=int, default=220, help="decode steps (%(default)s)")
     add("--repeats", type=int, default=3)
     add("--csv", type=Path, default=RESULTS / "host-time.csv")

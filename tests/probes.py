@@ -22,7 +22,7 @@ def watch(control) -> None:
             "rows": {
                 row: (
                     state.n,
-                    len(pool.ledger.owned(row)) + pool.rows.shared(state, state.n),
+                    len(pool.ledger.owned(row)) + pool.rows.needs.shared(state, state.n),
                     pool.plan.layout.pages(state.n, state.floor),
                 )
                 for row, state in pool.rows.live.items()

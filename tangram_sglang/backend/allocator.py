@@ -42,11 +42,10 @@ class TangramAllocator(BaseTokenToKVPoolAllocator):
         rows = self._pool.rows
         live = [req.kv.req_pool_idx for req in requests]
         left = self._pool.reachable_pages - rows.promised
-        need = rows.next_demand(live)
-        if self._pool.spare and need <= left:
-            # on a GPU only so many pages can change hands within a step
-            need = rows.next_pages(live) - len(self._pool.spare)
-        return need <= left
+        need, pages = rows.next_needs(live)
+        # on a GPU only so many pages can change hands within a step
+        spare = len(self._pool.spare)
+        return need <= left and (not spare or pages - spare <= left)
 
     def available_size(self) -> int:
         return self._pool.tokens(self._pool.ledger.free)
@@ -57,7 +56,7 @@ class TangramAllocator(BaseTokenToKVPoolAllocator):
     def verify_byte_accounting(self) -> list[str]:
         """Run by SGLang whenever it is idle; exact in pages, where token counts are rounded."""
         rows, ledger = self._pool.rows, self._pool.ledger
-        private = sum(rows.private(state, state.n) for state in rows.live.values())
+        private = sum(rows.needs.private(state, state.n) for state in rows.live.values())
         trie = self._pool.store.trie
         cached = trie.locked_pages + trie.unlocked_pages
         if ledger.free + private + cached != ledger.num_pages:

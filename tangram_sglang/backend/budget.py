@@ -63,13 +63,13 @@ class TangramPrefillBudget(PrefillBudget):
         floor = self._pool.plan.layout.rule.floor(input_tokens, windows)
         start = Row(input_tokens, prefix.tokens, floor, windows, prefix.tokens)
         rows, total = self._pool.rows, input_tokens + max_new_tokens
-        self._candidate = rows.demand(start, total, prefix.tokens)
+        self._candidate = rows.needs.demand(start, total, prefix.tokens)
         self._candidate_needs_spare = False
         limited = rows.spare < rows.ledger.num_pages
         if not limited or self._candidate > self.pages_left:
             # it also gets what it sets free of its cached tail, in the very step that reads it
             sole_from = prefix.sole_from(self._pool.plan.layout.rule.page)
-            self._candidate = rows.demand(start, total, sole_from)
+            self._candidate = rows.needs.demand(start, total, sole_from)
             self._candidate_needs_spare = limited
         fits = self._candidate <= self.pages_left
         if self._candidate_needs_spare and self._spare_used:

@@ -172,14 +172,13 @@ class KVLayout:
         """Pages of a raw tail after ``n`` tokens, in each group of that kind."""
         return self.rule.pages(n - self.tail_start(sliding_window, n, floor))
 
-    def quiet_until(self, n: int, floor: int = 0) -> int:
-        """Most tokens to which a request of ``n`` grows before a page is taken or given back.
+    def steady_until(self, n: int, floor: int = 0) -> int:
+        """Most tokens to which a request of ``n`` grows before it does more than take raw pages.
 
-        The next page begins at a multiple of P; the next window is sealed, and the next queries are
-        held, where ``rule`` and ``queries`` say; a sliding window leaves a page every P tokens.
+        The next window is sealed, and the next queries are held, where ``rule`` and ``queries`` say; a
+        sliding window leaves a page every P tokens.
         """
-        rule, page = self.rule, self.rule.page
-        ends = [rule.pages(n) * page]
+        rule, ends = self.rule, []
         if self.num_full:
             ends.append(rule.epoch_end(rule.sealed(n, floor), floor))
         if self.queries.tokens:
@@ -187,7 +186,7 @@ class KVLayout:
         for kind in self.kinds:
             if kind.sliding_window is not None:
                 left = self.tail_start(kind.sliding_window, n)
-                ends.append(kind.sliding_window + left + page - 1)
+                ends.append(kind.sliding_window + left + rule.page - 1)
         return min(ends)
 
     def entries(self, g: int, n: int, floor: int = 0) -> int:

@@ -27,6 +27,7 @@ import numpy as np
 
 from tangram_sglang.plan.layout import Kind, KVLayout
 from tangram_sglang.pool.ledger import Ledger
+from tangram_sglang.pool.needs import Needs
 from tangram_sglang.pool.row import Row, Step
 from tangram_sglang.pool.tally import Tally
 
@@ -66,6 +67,12 @@ class Rows:
         self.taken = _NO_PAGES
         self.spare = 1 << 40
         self.prefixes = 0
+        self.needs = Needs(layout)
+        # of every group
+        self._ring_starts = layout.ring_offset.astype(np.int64)
+        self._rings = np.repeat(
+            [k.ring for k in layout.kinds], [k.end - k.first for k in layout.kinds]
+        )
 
     def open(
         self,
@@ -97,9 +104,7 @@ class Rows:
         Raises:
             RuntimeError: the pages are not there, or a row would shrink.
         """
-        self.granted = [
-            self._quiet_step(row, n1) or self._plan_step(row, n1) for row, n1 in targets
-        ]
+        self.granted = [self._quiet_step(row, n1) or self._step(row, n1) for row, n1 in targets]
         steps = [step for step in self.granted if step is not self.live[step.row].step]
         slots = [self._new_slots(step) for step in steps]
         need = sum(map(len, slots))
@@ -128,7 +133,10 @@ class Rows:
             state = self.live[step.row]
             state.n, state.step = step.n1, step
             if state.n >= state.prompt:
-                state.quiet = self.layout.quiet_until(state.n, state.floor)
+                if state.n > state.steady:
+                    state.steady = self.layout.steady_until(state.n, state.floor)
+                rule = self.layout.rule
+                state.quiet = min(rule.pages(state.n) * rule.page, state.steady)
             self.tally.windows_sealed += step.s1 - step.s0
         self.taken = np.concatenate(taken) if taken else _NO_PAGES
 
@@ -156,84 +164,32 @@ class Rows:
             if state.n < state.prompt
         )
 
-    def next_demand(self, rows: Sequence[int]) -> int:
-        """Pages that one more token of each of ``rows`` takes, less those it sets free."""
-        return sum(self.row_demand(row, self.live[row].n + 1) for row in self._stirring(rows))
-
-    def next_pages(self, rows: Sequence[int]) -> int:
-        """Pages that one more token of each of ``rows`` takes, whatever it gives back."""
-        states = (self.live[row] for row in self._stirring(rows))
-        return sum(self.new_pages(state, state.n + 1) for state in states)
-
-    def _stirring(self, rows: Sequence[int]) -> list[int]:
-        """Those whose next token is not a quiet step."""
-        return [row for row in rows if self.live[row].n >= self.live[row].quiet]
+    def next_needs(self, rows: Sequence[int]) -> tuple[int, int]:
+        """Pages of one more token of each row: less those it sets free, and whatever it gives back."""
+        demand = pages = 0
+        for row in rows:
+            state = self.live[row]
+            if state.n < state.quiet:
+                continue
+            if self.needs.turns(state, state.n + 1):
+                demand += len(self._rings)
+                pages += len(self._rings)
+            else:
+                demand += self.row_demand(row, state.n + 1)
+                pages += self.needs.new_pages(state, state.n + 1)
+        return demand, pages
 
     def row_demand(self, row: int, n: int) -> int:
-        """``demand`` of a live row."""
+        """``Needs.demand`` of a live row."""
         state = self.live[row]
-        return self.demand(state, n, self.sole_from(row) if state.cached_tokens else 0)
-
-    def demand(self, state: Row, n: int, sole_from: int) -> int:
-        """Most pages that a row takes, less those it sets free, on its way to ``n`` tokens.
-
-        Cached tail pages that it seals away stay with the cache; those that nobody else reads can
-        be evicted from then on. They are gone within the windows that W + R raw tokens reach into;
-        from there on the most is held where ``KVLayout.peak_pages`` says.
-
-        Args:
-            sole_from: token from which on nobody else reads the row's cached tail.
-        """
-        if not state.cached_windows and not state.cached_tokens:
-            peak = self.layout.peak_pages(n, state.n, state.floor)
-            return peak - self.layout.pages(state.n, state.floor)
-        rule = self.layout.rule
-        s0, s1 = rule.sealed(state.n, state.floor), rule.sealed(n, state.floor)
-        near = range(s0, min(s1, s0 + 2 + -(-rule.recent // rule.window)))
-        ends = [rule.epoch_end(s) for s in {*near, s1 - 1} if s >= s0]
-        points = {n, *(e + i for e in ends for i in (0, 1) if state.n <= e + i <= n)}
-        most = max(self.private(state, x) - self._set_free(state, x, sole_from) for x in points)
-        return most - self.private(state, state.n)
-
-    def _set_free(self, state: Row, n: int, sole_from: int) -> int:
-        """Cached tail pages that can be evicted once the row has ``n`` tokens."""
-        page = self.layout.rule.page
-        start, end = (self.layout.tail_start(None, x, state.floor) for x in (state.n, n))
-        tokens = min(end, state.cached_tokens) - max(start, sole_from)
-        return max(0, tokens) // page * self.layout.num_full
-
-    def private(self, state: Row, n: int) -> int:
-        """Pages that a row owns at ``n`` tokens, with what the cache has of it now."""
-        return self.layout.pages(n, state.floor) - self.shared(state, n)
-
-    def new_pages(self, state: Row, n: int) -> int:
-        """Pages that a row takes in a step to ``n`` tokens, whatever it gives back."""
-        rule = self.layout.rule
-        sealed = rule.sealed(n, state.floor) - rule.sealed(state.n, state.floor)
-        tail = rule.pages(n) - max(
-            rule.pages(state.n), self.layout.tail_start(None, n, state.floor) // rule.page
-        )
-        sliding = rule.pages(n) - rule.pages(state.n)
-        groups = len(self.layout.groups) - self.layout.num_full
-        return (
-            sealed * self.layout.window_pages
-            + max(0, tail) * self.layout.num_full
-            + sliding * groups
-            + len(self._new_queries(state.n, n, state.floor)) * self.layout.queries.pages
-        )
-
-    def shared(self, state: Row, n: int) -> int:
-        """Pages that a row reads at ``n`` tokens and the prefix cache owns."""
-        start = self.layout.tail_start(None, n, state.floor)
-        tail = max(0, state.cached_tokens - start) // self.layout.rule.page
-        return state.cached_windows * self.layout.window_pages + tail * self.layout.num_full
+        return self.needs.demand(state, n, self.sole_from(row) if state.cached_tokens else 0)
 
     def check(self) -> None:
         """Ledger consistent; every row owns exactly the pages its table names and predicts."""
         self.ledger.check()
         for row, state in self.live.items():
             held = self.ledger.owned(row)
-            predicted = self.private(state, state.n)
+            predicted = self.needs.private(state, state.n)
             if len(held) != predicted:
                 raise RuntimeError(f"row {row} owns {len(held)} pages, predicted {predicted}")
             if not np.array_equal(np.sort(self.private_pages(row)), held):
@@ -322,9 +278,11 @@ class Rows:
         state.n = n1
         return step
 
-    def _plan_step(self, row: int, n1: int) -> Step:
+    def _step(self, row: int, n1: int) -> Step:
         state = self.live[row]
         n0 = state.n
+        if self.needs.turns(state, n1):
+            return Step(row, n0, n1, state.step.s1, state.step.s1, state.floor, ())
         if n1 < n0:
             raise RuntimeError(f"row {row} would shrink from {n0} to {n1} tokens")
         s0, s1 = (self.layout.rule.sealed(n, state.floor) for n in (n0, n1))
@@ -349,6 +307,8 @@ class Rows:
         self.tail_left(step.row, step.s1 * self.layout.rule.window)
 
     def _give_tail(self, step: Step, last: bool = False) -> None:
+        if self.needs.turns(self.live[step.row], step.n1):
+            return
         cached = self.live[step.row].cached_tokens // self.layout.rule.page
         for kind in self.layout.kinds:
             first, end = self._tail_span(kind, step.n0, step.floor)
@@ -362,20 +322,17 @@ class Rows:
             self.ledger.give(pages, step.row, last)
 
     def _new_slots(self, step: Step) -> np.ndarray:
+        if self.needs.turns(self.live[step.row], step.n1):
+            return self._ring_starts + step.n0 // self.layout.rule.page % self._rings
         slots = [self._sealed_slots(step.s0, step.s1)] if step.s1 > step.s0 else []
         for kind in self.layout.kinds:
             first, end = self._tail_span(kind, step.n1, step.floor)
             first = max(first, self.layout.rule.pages(step.n0))
             if first < end:
                 slots.append(self._ring(kind, first, end).ravel())
-        if begun := self._new_queries(step.n0, step.n1, step.floor):
+        if begun := self.needs.new_queries(step.n0, step.n1, step.floor):
             slots.append(self._query_slots(begun))
         return np.concatenate(slots) if slots else _NO_SLOTS
-
-    def _new_queries(self, n0: int, n1: int, floor: int) -> range:
-        """Windows whose queries are held after a step from n0 to n1 tokens and not before it."""
-        rule, queries = self.layout.rule, self.layout.queries
-        return range(max(queries.begun(rule, n0), rule.sealed(n1, floor)), queries.begun(rule, n1))
 
     def _query_slots(self, windows: Iterable[int]) -> np.ndarray:
         """Table entries of the pages of queries of ``windows``."""

@@ -90,7 +90,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.store.trie.lock(prefix)
         windows = len(prefix.windows)
         start = Row(len(text), prefix.tokens, windows, windows, prefix.tokens)
-        need = self.rows.demand(start, len(text), prefix.sole_from(4))
+        need = self.rows.needs.demand(start, len(text), prefix.sole_from(4))
         if need > self._unpromised:
             self.store.trie.unlock(prefix)
             return False

@@ -208,8 +208,8 @@ def test_demand_bounds_what_a_row_holds_on_every_step_of_its_way(
     for x in range(n, n + ahead + 1):
         gone = range(start, min(form.tail_start(None, x, floor), n if cached else 0), 4)
         free = sum(t >= sole_from for t in gone) * form.num_full
-        held.append(rows.private(state, x) - free)
-    assert rows.demand(state, n + ahead, sole_from) == max(held) - held[0]
+        held.append(rows.needs.private(state, x) - free)
+    assert rows.needs.demand(state, n + ahead, sole_from) == max(held) - held[0]
 
 
 @given(
@@ -222,7 +222,7 @@ def test_demand_of_a_prompt_held_whole_bounds_its_way(prompt, start, ahead, rece
     form = layout(ReclaimRule(16, recent, 4, 2, longest=400), shape=FULL)
     rows, floor = Rows(form, Ledger(10), 1), -prompt
     held = [form.pages(x, floor) for x in range(start, start + ahead + 1)]
-    assert rows.demand(Row(prompt, start, floor), start + ahead, 0) == max(held) - held[0]
+    assert rows.needs.demand(Row(prompt, start, floor), start + ahead, 0) == max(held) - held[0]
     assert form.prompt_pages(prompt) == max(form.pages(x, floor) for x in range(prompt + 1))
 
 
@@ -233,23 +233,57 @@ def test_quiet_steps_change_no_page_and_the_next_one_does(recent, queries, score
     """Layers with and without a sliding window, cached windows; ``advance`` skips what it does for other steps."""
     form = layout(WindowRule(16, recent, 4, 2), queries=queries, scores=scores, shape=shape)
     for n in range(1 + floor * 16, 120 + floor * 16):
-        last = form.quiet_until(n, floor)
-        assert last >= n
 
         def rows_at(tokens, quiet, n=n):
             rows = Rows(form, Ledger(600), 1)
             cached = [rows.ledger.take(form.window_pages, -1) for _ in range(floor)]
             rows.open(1, n, cached)
             rows.advance([(1, n)])
+            state = rows.live[1]
+            last = state.quiet
             if not quiet:
-                rows.live[1].quiet = 0
-            rows.advance([(1, tokens)])
+                state.quiet = state.steady = 0
+            rows.advance([(1, last if tokens is None else tokens)])
             rows.check()
             return rows
 
+        last = rows_at(n, True).live[1].quiet
+        assert last >= n
         before = rows_at(n, True).private_pages(1)
         quiet, slow = rows_at(last, True), rows_at(last, False)
         assert np.array_equal(before, quiet.private_pages(1))
         assert np.array_equal(before, slow.private_pages(1))
         assert quiet.granted == slow.granted or slow.granted[0].tail
         assert not np.array_equal(before, rows_at(last + 1, True).private_pages(1))
+
+
+@pytest.mark.parametrize(("shape", "floor"), [(SHAPE, 0), (FULL, 0), (FULL, 3)])
+@pytest.mark.parametrize(("queries", "scores"), [(0, False), (5, True)])
+def test_steps_that_turn_a_page_are_those_of_the_long_way(queries, scores, shape, floor):
+    """Token by token, and two and five at a time; what the next token needs is foretold."""
+    form = layout(WindowRule(16, 4, 4, 2), queries=queries, scores=scores, shape=shape)
+    for stride in (1, 2, 5):
+        both = []
+        for _ in range(2):
+            rows = Rows(form, Ledger(600), 1)
+            cached = [rows.ledger.take(form.window_pages, -1) for _ in range(floor)]
+            rows.open(1, 18 + 16 * floor, cached)
+            rows.advance([(1, 18 + 16 * floor)])
+            both.append(rows)
+        short, long = both
+        turned = 0
+        for n in range(18 + 16 * floor + stride, 100 + 16 * floor, stride):
+            turned += short.needs.turns(short.live[1], n)
+            long.live[1].quiet = long.live[1].steady = 0
+            if stride == 1:
+                assert short.next_needs([1]) == long.next_needs([1])
+            for rows in both:
+                rows.advance([(1, n)])
+                rows.check()
+            # the same pages but for their numbers
+            owned = [(rows.table[1] > 0).tolist() for rows in both]
+            assert owned[0] == owned[1]
+            for a, b in zip(short.granted, long.granted, strict=True):
+                assert (a.n0, a.n1, a.s0, a.s1, a.floor) == (b.n0, b.n1, b.s0, b.s1, b.floor)
+            assert len(short.taken) == len(long.taken)
+        assert turned > 3 or shape is SHAPE or stride > 4

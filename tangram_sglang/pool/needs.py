@@ -1,0 +1,75 @@
+"""What a row takes and gives back on its way: closed forms of its state, no pages and no tables."""
+
+from tangram_sglang.plan.layout import KVLayout
+from tangram_sglang.pool.row import Row
+
+
+class Needs:
+    """Of rows under one layout."""
+
+    def __init__(self, layout: KVLayout):
+        self.layout = layout
+
+    def turns(self, state: Row, n: int) -> bool:
+        """Whether the step to ``n`` tokens takes the next page of each group and does nothing else."""
+        end = min(state.n + self.layout.rule.page, state.steady)
+        return state.n == state.quiet and state.n < n <= end
+
+    def demand(self, state: Row, n: int, sole_from: int) -> int:
+        """Most pages that a row takes, less those it sets free, on its way to ``n`` tokens.
+
+        Cached tail pages that it seals away stay with the cache; those that nobody else reads can
+        be evicted from then on. They are gone within the windows that W + R raw tokens reach into;
+        from there on the most is held where ``KVLayout.peak_pages`` says.
+
+        Args:
+            sole_from: token from which on nobody else reads the row's cached tail.
+        """
+        if not state.cached_windows and not state.cached_tokens:
+            peak = self.layout.peak_pages(n, state.n, state.floor)
+            return peak - self.layout.pages(state.n, state.floor)
+        rule = self.layout.rule
+        s0, s1 = rule.sealed(state.n, state.floor), rule.sealed(n, state.floor)
+        near = range(s0, min(s1, s0 + 2 + -(-rule.recent // rule.window)))
+        ends = [rule.epoch_end(s) for s in {*near, s1 - 1} if s >= s0]
+        points = {n, *(e + i for e in ends for i in (0, 1) if state.n <= e + i <= n)}
+        most = max(self.private(state, x) - self._set_free(state, x, sole_from) for x in points)
+        return most - self.private(state, state.n)
+
+    def _set_free(self, state: Row, n: int, sole_from: int) -> int:
+        """Cached tail pages that can be evicted once the row has ``n`` tokens."""
+        page = self.layout.rule.page
+        start, end = (self.layout.tail_start(None, x, state.floor) for x in (state.n, n))
+        tokens = min(end, state.cached_tokens) - max(start, sole_from)
+        return max(0, tokens) // page * self.layout.num_full
+
+    def private(self, state: Row, n: int) -> int:
+        """Pages that a row owns at ``n`` tokens, with what the cache has of it now."""
+        return self.layout.pages(n, state.floor) - self.shared(state, n)
+
+    def new_pages(self, state: Row, n: int) -> int:
+        """Pages that a row takes in a step to ``n`` tokens, whatever it gives back."""
+        rule = self.layout.rule
+        sealed = rule.sealed(n, state.floor) - rule.sealed(state.n, state.floor)
+        tail = rule.pages(n) - max(
+            rule.pages(state.n), self.layout.tail_start(None, n, state.floor) // rule.page
+        )
+        sliding = rule.pages(n) - rule.pages(state.n)
+        groups = len(self.layout.groups) - self.layout.num_full
+        return (
+            sealed * self.layout.window_pages
+            + max(0, tail) * self.layout.num_full
+            + sliding * groups
+            + len(self.new_queries(state.n, n, state.floor)) * self.layout.queries.pages
+        )
+
+    def shared(self, state: Row, n: int) -> int:
+        """Pages that a row reads at ``n`` tokens and the prefix cache owns."""
+        start = self.layout.tail_start(None, n, state.floor)
+        tail = max(0, state.cached_tokens - start) // self.layout.rule.page
+        return state.cached_windows * self.layout.window_pages + tail * self.layout.num_full
+
+    def new_queries(self, n0: int, n1: int, floor: int) -> range:
+        """Windows whose queries are held after a step from n0 to n1 tokens and not before it."""
+        rule, queries = self.layout.rule, self.layout.queries
+        return range(max(queries.begun(rule, n0), rule.sealed(n1, floor)), queries.begun(rule, n1))
