@@ -104,8 +104,8 @@ def run_scheduler_without_going_back(*args, **kwargs):
     """SGLang's scheduler process with a trie that takes every sealed window it finds."""
     original = WindowTrie.__init__
 
-    def init(self, rule, release):
-        original(self, replace(rule, recent=0), release)
+    def init(self, rule, *rest):
+        original(self, replace(rule, recent=0), *rest)
 
     WindowTrie.__init__ = init
     from sglang.srt.managers.scheduler import run_scheduler_process

@@ -6,10 +6,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bench.branch_engine import Seen
+from bench.branch_engine import Seen, run_scheduler_without_going_back
 from bench.branches import Case, GateError, _checked, table
 from bench.divergence import Head, Point, summary
 from bench.documents import Document
+from tangram_sglang.cache.trie import WindowTrie
+from tests.cache.test_trie import TOKENS, Pool
 
 # log-probabilities of one-hot hidden states are the rows of this table
 CHANCES = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.75, 0.125]])
@@ -91,3 +93,23 @@ def test_the_table_has_a_part_for_each_way_and_range():
     assert first.splitlines()[0].startswith("branch: M = border + 0, queries 0 to 256")
     assert first.splitlines()[-1].split()[:5] == ["mean", "20.00", "18.00", "0.900", "512"]
     assert second.splitlines()[-1].split()[:5] == ["mean", "10.00", "11.00", "1.100", "0"]
+
+
+def test_the_scheduler_that_does_not_go_back_takes_every_window(monkeypatch):
+    """Behind 40 tokens, 4 windows of 8, the last of which hold R = 4: one is given up, or none."""
+    from sglang.srt.managers import scheduler
+
+    found = {}
+
+    def run(name):
+        pool = Pool()
+        pool.publish(TOKENS[:40])
+        # another document behind the same windows: no raw tail matches
+        found[name] = pool.match((*TOKENS[:32], *range(200, 260)))
+
+    monkeypatch.setattr(scheduler, "run_scheduler_process", run)
+    monkeypatch.setattr(WindowTrie, "__init__", WindowTrie.__init__)
+    run("going back")
+    run_scheduler_without_going_back("not going back")
+    assert found["not going back"].tokens - found["going back"].tokens == 8
+    assert found["not going back"].given_up == 0 < found["going back"].given_up
