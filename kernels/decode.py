@@ -25,11 +25,11 @@ from tangram_sglang.kernels.workspace import Workspace
 def attend(b_m, b_l, b_acc, b_q, b_k, b_v, m_e, scale, PRECISION: tl.constexpr):
     """Take a tile of entries into the running softmax of a piece.
 
-    b_m, b_l [BG] maximum in base 2 and sum; b_acc [BG, BD]; b_q [BG, BD]; b_k, b_v [BN, BD];
+    b_m, b_l [BM] maximum in base 2 and sum; b_acc [BM, BD]; b_q [BM, BD]; b_k, b_v [BN, BD];
     m_e [BN], entries that count: at least one.
     """
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
-    b_s = tl.where(m_e[None, :], b_s, float("-inf"))  # [BG, BN]
+    b_s = tl.where(m_e[None, :], b_s, float("-inf"))  # [BM, BN]
     b_max = tl.maximum(b_m, tl.max(b_s, axis=1))
     b_a = tl.exp2(b_m - b_max)
     b_p = tl.exp2(b_s - b_max[:, None])

@@ -228,9 +228,9 @@ def dispatch_kernel(
     tl.store(p_start + 1, tl.where(inside, page, 0), mask=m_c)
     n = at_row(b_n, i_row, BB)
     s = at_row(b_s, i_row, BB)
-    alone = tl.zeros_like(s)
+    together = tl.zeros_like(s)
     if SHARING:
-        alone = at_row(b_shared, i_row, BB)
+        together = at_row(b_shared, i_row, BB)
     store_piece(
         p_start + 2,
         inside,
@@ -239,7 +239,7 @@ def dispatch_kernel(
         i_h,
         n,
         s,
-        alone,
+        together,
         common,
         window,
         ring,
@@ -258,10 +258,10 @@ def dispatch_kernel(
     i_h = o_c - at_row(b_first, i_row, BB)
     n = at_row(b_n, i_row, BB)
     s = at_row(b_s, i_row, BB)
-    alone = tl.zeros_like(s)
+    together = tl.zeros_like(s)
     common = o_c < 0
     if SHARING:
-        alone = at_row(b_shared, i_row, BB)
+        together = at_row(b_shared, i_row, BB)
         lead = at_row(b_lead, i_row, BB)
         common = (lead > 0) & (i_h < H)
         i_h -= tl.where(common, 0, lead * H)
@@ -273,7 +273,7 @@ def dispatch_kernel(
         i_h,
         n,
         s,
-        alone,
+        together,
         common,
         window,
         ring,

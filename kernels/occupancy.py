@@ -18,6 +18,7 @@ def resident_programs(
     tables: LayerTables,
     pool: torch.Tensor,
     ratio: int,
+    readers: int | None = None,
     q_dtype: torch.dtype | None = None,
     config: Config | None = None,
 ) -> int:
@@ -28,12 +29,13 @@ def resident_programs(
     Args:
         tables, pool: as decode will get them.
         ratio: query heads per KV head.
+        readers: R; the most by default.
         q_dtype: of q; the pool's by default.
         config: for benches.
     """
     device, dim = pool.device, pool.shape[-1]
     heads, q_dtype = tables.heads, q_dtype or pool.dtype
-    readers = most_readers(ratio)
+    readers = readers or most_readers(ratio)
     split_map = equal_splits((len(tables.sliding), heads), heads, 1)
     dispatch = Dispatch.build(split_map, device, readers=readers)
     workspace = Workspace.build(heads, 1, heads, ratio, dim, readers, device)

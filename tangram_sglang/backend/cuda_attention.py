@@ -82,7 +82,11 @@ class TangramCudaBackend(AttentionBackend):
         self._splitter = Splitter(kept, blocks.rows, shape.head_dim, blocks.block, self.device)
         self._split: Split | None = None
         self._splits = SplitDispatch(
-            self._tables, self._layout, pool.pages, self._ratio, pool.plan.splits == "equal"
+            self._tables,
+            pool.pages,
+            self._ratio,
+            len(pool.rows.table) - 1,
+            pool.plan.splits == "equal",
         )
         full = kept.sum(axis=1).mean() / self._tables.page if len(kept) else 0
         self._shared = SharedReads(pool.rows, self._splits.readers, shape.kv_heads, full)

@@ -8,7 +8,6 @@ from tangram_sglang.kernels.layer_tables import LayerTables
 from tangram_sglang.kernels.occupancy import resident_programs
 from tangram_sglang.kernels.shared_prefix import most_readers
 from tangram_sglang.kernels.workspace import Workspace
-from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.split_map import SplitMap, equal_splits, plan_splits
 
 # maps kept of batches that no graph was captured for
@@ -23,18 +22,19 @@ class SplitDispatch:
     kept, since a map takes a megabyte and more, and there may be thousands of sizes.
 
     Args:
-        tables, layout: where heads lie and what they keep.
+        tables: where heads lie and what they keep.
         pool: [pages, H_p, 2, P, D].
         ratio: query heads per KV head.
+        most: requests that may ever run at once.
         equal: give every head as many programs, at equal lengths of its own line (TANGRAM_SPLITS).
     """
 
     def __init__(
         self,
         tables: LayerTables,
-        layout: KVLayout,
         pool: torch.Tensor,
         ratio: int,
+        most: int,
         equal: bool = False,
     ):
         self._tables = tables
@@ -44,10 +44,10 @@ class SplitDispatch:
         self._captured: dict[int, tuple[Dispatch, Workspace]] = {}
         # the one used last stands last
         self._eager: dict[int, tuple[Dispatch, Workspace]] = {}
-        # N_CTA: programs of the real kernel that the GPU holds at once
-        self.programs = resident_programs(tables, pool, ratio)
         # R: equal splits cut rigidly, and nothing is read together then
-        self.readers = 1 if equal else most_readers(ratio)
+        self.readers = 1 if equal else self._readers(most)
+        # N_CTA: programs of the real kernel that the GPU holds at once
+        self.programs = resident_programs(tables, pool, ratio, self.readers)
         self._workspace: Workspace | None = None
         self._largest = 0
         # sliding-window heads all hold the same
@@ -58,18 +58,9 @@ class SplitDispatch:
     def reserve(self, batch: int) -> None:
         """Make the workspace large enough for ``batch`` requests."""
         if batch > self._largest:
-            # with room to grow: a batch that grows by one request a step is served by few buffers
-            self._largest = batch = 1 << (batch - 1).bit_length()
-            # with equal splits, one for each head of every request at least
-            self._workspace = Workspace.build(
-                max(self.programs, batch * self._tables.heads),
-                batch,
-                self._tables.heads,
-                self._ratio,
-                self._pool.shape[-1],
-                self.readers,
-                self._pool.device,
-            )
+            sizes = self._sizes(batch, self.programs)
+            self._largest = sizes[1]
+            self._workspace = Workspace.build(*sizes, self.readers, self._pool.device)
 
     def of(self, batch: int, capture: bool = False) -> tuple[Dispatch, Workspace]:
         """The map of ``batch`` requests, and a workspace large enough for it.
@@ -94,6 +85,20 @@ class SplitDispatch:
                 # its memory goes to later work of the same stream
                 del self._eager[next(iter(self._eager))]
         return found
+
+    def _sizes(self, batch: int, programs: int = 1) -> tuple[int, ...]:
+        """Of a workspace for ``batch`` requests: programs, requests, H, G and D."""
+        # with room to grow: a batch that grows by one request a step is served by few buffers
+        batch, heads = 1 << (batch - 1).bit_length(), self._tables.heads
+        # with equal splits, one for each head of every request at least
+        return max(programs, batch * heads), batch, heads, self._ratio, self._pool.shape[-1]
+
+    def _readers(self, most: int) -> int:
+        """As many as a workspace for ``most`` requests has room for below its cap."""
+        readers = most_readers(self._ratio)
+        while readers > 1 and Workspace.nbytes(*self._sizes(most), readers) > Workspace.CAP:
+            readers -= 1
+        return readers
 
     def _split_map(self, batch: int) -> SplitMap:
         if self._equal:

@@ -1,12 +1,22 @@
 """Requests behind the same cached prefix read its windows together: who, and with which result."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
-from tangram_sglang.backend.shared_reads import runs
+from tangram_sglang.backend import split_dispatch
+from tangram_sglang.backend.shared_reads import SharedReads, runs
+from tangram_sglang.backend.split_dispatch import SplitDispatch
+from tangram_sglang.cache.store import PrefixStore
 from tangram_sglang.kernels.shared_prefix import LEADER, LINE, READERS, WINDOWS
-from tests.kernels.sides import random_qkv
+from tangram_sglang.kernels.workspace import Workspace
+from tangram_sglang.plan.layout import KVLayout
+from tangram_sglang.plan.shape import LayerShape, ModelShape
+from tangram_sglang.pool.ledger import Ledger
+from tangram_sglang.pool.rows import Rows
+from tests.kernels.sides import RULE, random_qkv
 
 
 def paths(*found):
@@ -74,3 +84,45 @@ def test_rows_behind_one_prefix_decode_as_if_alone(sides, splits):
         readers = shared[lead, READERS : READERS + 3].tolist()
         assert sorted(readers) == [0, 1, 2] and readers[0] == lead
         assert [readers.index(b) for b in range(3)] == shared[:, LINE].tolist()
+
+
+def test_rows_that_other_requests_take_share_what_these_have():
+    """The same rows in the same order, step after step, while requests and their prefixes change."""
+    shape = ModelShape((LayerShape(0, 4, 2, 16, None, 0.25),))
+    plan = {"budgets": [0.5, 0.5], "retention": 0.5, "per_group": 2, "grouping": "global"}
+    rows = Rows(KVLayout.build(shape, RULE, max_tokens=200, **plan), Ledger(400), 3)
+    store, shared = PrefixStore(rows), SharedReads(rows, 4, 1, 1e9)
+
+    def windows():
+        """Read together by rows 1, 2 in their next token."""
+        rows.advance([(row, rows.live[row].n + 1) for row in (1, 2)])
+        return shared.of(rows.granted, 3)[:, WINDOWS].tolist()
+
+    for row in (1, 2):
+        rows.open(row, 80)
+        rows.advance([(row, 80)])
+    assert windows() == [0, 0, 0]
+    # both computed the same; it is one copy from now on
+    for row in (1, 2):
+        store.publish(row, (), tuple(range(80)))
+    assert windows() == [4, 4, 0]
+    known = [rows.window_pages(1, j) for j in range(4)]
+    for count in (2, 0, 4):
+        rows.close(2)
+        rows.open(2, 90, known[:count])
+        rows.advance([(2, 90)])
+        assert windows() == [count, count, 0]
+
+
+def test_requests_read_alone_rather_than_that_a_workspace_is_refused(monkeypatch):
+    """64 KV heads of one query head: a workspace for 4,096 requests is 258 MiB where all read alone
+    and 1,290 where four read together."""
+    monkeypatch.setattr(split_dispatch, "resident_programs", lambda *a, **k: 924)
+    tables = SimpleNamespace(heads=64, kept_pages=torch.ones(1, 64, dtype=torch.int32))
+    pool = torch.empty(2, 1, 2, 16, 128, device="meta")
+    for most, readers in ((1, 4), (2048, 4), (4096, 3), (8192, 1)):
+        splits = SplitDispatch(tables, pool, 1, most)
+        splits.reserve(most)
+        assert splits.readers == readers
+        assert splits._workspace.mid.nbytes < Workspace.CAP
+    assert SplitDispatch(tables, pool, 1, 1, equal=True).readers == 1
