@@ -42,10 +42,10 @@ def shared_case(name: str, table: KernelTable, bandwidth: float) -> None:
     if not error < 1e-2:
         raise RuntimeError(f"{name}: decode is off by {error:.2e}; nothing to time")
     ms = graph_ms(run) / LAYERS
-    for baseline, together in (("", 4), ("two at a time", 2), ("each alone", 1)):
-        other = graph_ms(scene.step(split_map, together=together)) / LAYERS if baseline else None
-        case = f"decode {name}"
-        table.add(case, len(lengths), max(lengths), retention, ms, floor, baseline, other)
+    row = f"decode {name}", len(lengths), max(lengths), retention, ms, floor
+    table.add(*row, "", None)
+    for baseline, together in (("two at a time", 2), ("each alone", 1)):
+        table.add(*row, baseline, graph_ms(scene.step(split_map, together=together)) / LAYERS)
 
 
 def decode_case(name: str, table: KernelTable, bandwidth: float, with_flashinfer: bool) -> None:

@@ -15,7 +15,7 @@ from tangram_sglang.kernels.decode_config import Config
 from tangram_sglang.kernels.dispatch import Dispatch, dispatch_step
 from tangram_sglang.kernels.layer_tables import LayerTables
 from tangram_sglang.kernels.occupancy import resident_programs
-from tangram_sglang.kernels.shared_prefix import LEADER, LINE, READERS, WINDOWS, alone, most_readers
+from tangram_sglang.kernels.shared_prefix import alone, most_readers, read_together
 from tangram_sglang.kernels.workspace import Workspace
 from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.shape import LayerShape, ModelShape
@@ -152,14 +152,10 @@ class Scene:
     def _records(self, together: int, readers: int) -> np.ndarray:
         records = alone(len(self.lengths), readers)
         for first in range(0, len(self.lengths), together):
-            requests = np.arange(first, min(first + together, len(self.lengths)))
-            if len(requests) == 1:
-                # it reads alone; a line has no place for leaders without others
-                continue
-            records[requests, LEADER] = first
-            records[requests, LINE] = requests - first
-            records[requests, WINDOWS] = self.shared
-            records[first, READERS : READERS + len(requests)] = requests
+            requests = range(first, min(first + together, len(self.lengths)))
+            # a line has no place for leaders without others
+            if len(requests) > 1:
+                read_together(records, requests, self.shared)
         return records
 
     def head_entries(self, layer: int, b: int, h: int) -> tuple[np.ndarray, int]:

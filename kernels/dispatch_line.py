@@ -57,10 +57,10 @@ def store_piece(
     rows,
     i_row,
     i_h,
-    n,
-    s,
-    shared,
     common,
+    b_n,
+    b_s,
+    b_shared,
     window,
     ring,
     p_kept,
@@ -70,8 +70,12 @@ def store_piece(
     H: tl.constexpr,
     W: tl.constexpr,
     P: tl.constexpr,
+    BB: tl.constexpr,
 ):
-    """Store pieces of heads i_h [BC]: the ``shared`` first windows where ``common``, else the rest."""
+    """Store pieces of heads i_h [BC]: the windows that are shared where ``common``, else the rest."""
+    n = at_row(b_n, i_row, BB)
+    s = at_row(b_s, i_row, BB)
+    shared = at_row(b_shared, i_row, BB)
     first, tail = whole_tail(n, s, window, W, P)
     kept = tl.load(p_kept + i_h, mask=m, other=0)
     sealed = tl.where(common, shared, s - shared) * kept
@@ -150,16 +154,15 @@ def dispatch_kernel(
     b_s = tl.where(window > 0, 0, b_s)
     _, b_tail = whole_tail(b_n, b_s, window, W, P)  # [BB]
     layer_pages = tl.load(p_before + H - 1) + tl.load(p_kept + H - 1)
-    b_own = b_s
+    b_shared = tl.zeros([BB], tl.int32)
     b_lead = tl.zeros([BB], tl.int32)
-    b_common = tl.zeros([BB], tl.int32)
     if SHARING:
         b_shared = tl.load(shared + o_b * RECORD + 2, mask=live, other=0)
         b_shared = tl.where(window > 0, 0, b_shared)
         b_leader = tl.load(shared + o_b * RECORD, mask=live, other=-1)
         b_lead = ((b_leader == o_b) & (b_shared > 0)).to(tl.int32)
-        b_common = b_lead * (b_shared * layer_pages + H * OVERHEAD)
-        b_own = b_s - b_shared
+    b_common = b_lead * (b_shared * layer_pages + H * OVERHEAD)
+    b_own = b_s - b_shared
     b_cost = tl.where(b_own + b_tail > 0, b_tail + OVERHEAD, 0)  # [BB]
     b_line = b_common + b_own * layer_pages + H * b_cost  # [BB]
     b_end = tl.cumsum(b_line, axis=0)
@@ -185,13 +188,11 @@ def dispatch_kernel(
         cost = at_row(b_cost, i_row, BB)
         windows = at_row(b_own, i_row, BB)
         lead = at_row(b_lead, i_row, BB)
-        common = x < 0
-        if SHARING:
-            before_own = at_row(b_common, i_row, BB)
-            common = x < before_own
-            x = tl.where(common, x, x - before_own)
-            cost = tl.where(common, OVERHEAD, cost)
-            windows = tl.where(common, at_row(b_shared, i_row, BB), windows)
+        before_own = at_row(b_common, i_row, BB)
+        common = x < before_own
+        x = tl.where(common, x, x - before_own)
+        cost = tl.where(common, OVERHEAD, cost)
+        windows = tl.where(common, at_row(b_shared, i_row, BB), windows)
         o_h = tl.arange(0, BH)
         b_before = tl.load(p_before + o_h, mask=o_h < H, other=0)  # [BH]
         b_start = windows[:, None] * b_before[None, :] + cost[:, None] * o_h[None, :]  # [BC, BH]
@@ -226,65 +227,23 @@ def dispatch_kernel(
         beyond = tl.where(i_row < batch, beyond, end_piece)
     tl.store(p_start, tl.where(inside, i_piece, beyond), mask=m_c)
     tl.store(p_start + 1, tl.where(inside, page, 0), mask=m_c)
-    n = at_row(b_n, i_row, BB)
-    s = at_row(b_s, i_row, BB)
-    together = tl.zeros_like(s)
-    if SHARING:
-        together = at_row(b_shared, i_row, BB)
     store_piece(
-        p_start + 2,
-        inside,
-        rows,
-        i_row,
-        i_h,
-        n,
-        s,
-        together,
-        common,
-        window,
-        ring,
-        p_kept,
-        p_sealed_at,
-        p_ring_at,
-        p_column,
-        H,
-        W,
-        P,
-    )
+        p_start + 2, inside, rows, i_row, i_h, common, b_n, b_s, b_shared, window, ring,
+        p_kept, p_sealed_at, p_ring_at, p_column, H, W, P, BB,
+    )  # fmt: skip
 
     # every piece, [BC]
     m_p = o_c < end_piece
     i_row = tl.sum((b_last[None, :] <= o_c[:, None]).to(tl.int32), axis=1)
     i_h = o_c - at_row(b_first, i_row, BB)
-    n = at_row(b_n, i_row, BB)
-    s = at_row(b_s, i_row, BB)
-    together = tl.zeros_like(s)
-    common = o_c < 0
-    if SHARING:
-        together = at_row(b_shared, i_row, BB)
-        lead = at_row(b_lead, i_row, BB)
-        common = (lead > 0) & (i_h < H)
-        i_h -= tl.where(common, 0, lead * H)
+    lead = at_row(b_lead, i_row, BB)
+    common = (lead > 0) & (i_h < H)
+    i_h -= tl.where(common, 0, lead * H)
+    p_piece = pieces + (i_l * pieces_stride + o_c) * PIECE
     store_piece(
-        pieces + (i_l * pieces_stride + o_c) * PIECE,
-        m_p,
-        rows,
-        i_row,
-        i_h,
-        n,
-        s,
-        together,
-        common,
-        window,
-        ring,
-        p_kept,
-        p_sealed_at,
-        p_ring_at,
-        p_column,
-        H,
-        W,
-        P,
-    )
+        p_piece, m_p, rows, i_row, i_h, common, b_n, b_s, b_shared, window, ring,
+        p_kept, p_sealed_at, p_ring_at, p_column, H, W, P, BB,
+    )  # fmt: skip
 
     # every (request, head), [BC]
     m_m = o_c < batch * H

@@ -11,6 +11,8 @@ pages it fetches, at no more cost than those of one. The first reader is the lea
         readers  of a leader, in order; -1 where there is none
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import triton
 
@@ -38,3 +40,12 @@ def alone(batch: int, readers: int) -> np.ndarray:
     records[:, LEADER] = np.arange(batch)
     records[:, LINE] = records[:, WINDOWS] = 0
     return records
+
+
+def read_together(records: np.ndarray, requests: Sequence[int], windows: int) -> None:
+    """Write into ``records`` that ``requests``, two to R, read ``windows`` together; the first leads."""
+    requests = np.asarray(requests)
+    records[requests, LEADER] = requests[0]
+    records[requests, LINE] = np.arange(len(requests))
+    records[requests, WINDOWS] = windows
+    records[requests[0], READERS : READERS + len(requests)] = requests

@@ -88,8 +88,8 @@ class TangramCudaBackend(AttentionBackend):
             len(pool.rows.table) - 1,
             pool.plan.splits == "equal",
         )
-        full = kept.sum(axis=1).mean() / self._tables.page if len(kept) else 0
-        self._shared = SharedReads(pool.rows, self._splits.readers, shape.kv_heads, full)
+        window_pages = kept.sum(axis=1).mean() / self._tables.page if len(kept) else 0
+        self._shared = SharedReads(pool.rows, self._splits.readers, shape.kv_heads, window_pages)
         self._n_win = torch.zeros(pool.rows.table.shape[0], dtype=torch.int32, device=self.device)
         self._lists: dict[str, torch.Tensor] = {}
         self._sealing: list[list[int]] = []  # row and window of each unit

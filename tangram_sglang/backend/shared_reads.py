@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from tangram_sglang.kernels.dispatch import OVERHEAD
-from tangram_sglang.kernels.shared_prefix import LEADER, LINE, READERS, WINDOWS, alone
+from tangram_sglang.kernels.shared_prefix import alone, read_together
 from tangram_sglang.pool.row import Step
 from tangram_sglang.pool.rows import Rows
 
@@ -46,10 +46,7 @@ class SharedReads:
         if key != self._key:
             self._key, self._found = key, list(self._together([step.row for step in steps]))
         for requests, windows in self._found:
-            records[requests, LEADER] = requests[0]
-            records[requests, LINE] = np.arange(len(requests))
-            records[requests, WINDOWS] = windows
-            records[requests[0], READERS : READERS + len(requests)] = requests
+            read_together(records, requests, windows)
         return records
 
     def _together(self, rows: list[int]) -> Iterator[tuple[list[int], int]]:

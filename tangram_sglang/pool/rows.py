@@ -68,11 +68,6 @@ class Rows:
         self.spare = 1 << 40
         self.prefixes = 0
         self.needs = Needs(layout)
-        # of every group
-        self._ring_starts = layout.ring_offset.astype(np.int64)
-        self._rings = np.repeat(
-            [k.ring for k in layout.kinds], [k.end - k.first for k in layout.kinds]
-        )
 
     def open(
         self,
@@ -172,8 +167,8 @@ class Rows:
             if state.n < state.quiet:
                 continue
             if self.needs.turns(state, state.n + 1):
-                demand += len(self._rings)
-                pages += len(self._rings)
+                demand += len(self.layout.groups)
+                pages += len(self.layout.groups)
             else:
                 demand += self.row_demand(row, state.n + 1)
                 pages += self.needs.new_pages(state, state.n + 1)
@@ -217,6 +212,13 @@ class Rows:
         """Raw pages of tokens page*P.. in the full-attention groups, a page a group."""
         return self.table[row, self._full_ring(page)]
 
+    def cached_path(self, row: int) -> np.ndarray:
+        """One page of each window that the prefix cache owns: equal where the window is the same."""
+        kept = self.layout.kept // self.layout.rule.page
+        group = int(kept.argmax())
+        first, step = int(self.layout.table_offset[group]), int(kept[group])
+        return self.table[row, first : first + self.live[row].cached_windows * step : max(1, step)]
+
     def share_window(self, row: int, pages: np.ndarray, owner: int | None) -> None:
         """The row's next private window becomes the cache's.
 
@@ -230,13 +232,6 @@ class Rows:
         )
         state.cached_windows += 1
         self.prefixes += 1
-
-    def cached_path(self, row: int) -> np.ndarray:
-        """One page of each window that the prefix cache owns: equal where the window is the same."""
-        kept = self.layout.kept // self.layout.rule.page
-        group = int(kept.argmax())
-        first, step = int(self.layout.table_offset[group]), int(kept[group])
-        return self.table[row, first : first + self.live[row].cached_windows * step : max(1, step)]
 
     def share_tail_page(self, row: int, page: int, pages: np.ndarray, owner: int | None) -> None:
         """The same for the raw pages of tokens page*P..; in order of ``page``."""
@@ -323,7 +318,8 @@ class Rows:
 
     def _new_slots(self, step: Step) -> np.ndarray:
         if self.needs.turns(self.live[step.row], step.n1):
-            return self._ring_starts + step.n0 // self.layout.rule.page % self._rings
+            page = step.n0 // self.layout.rule.page
+            return self.layout.ring_offset + page % self.layout.ring_slots
         slots = [self._sealed_slots(step.s0, step.s1)] if step.s1 > step.s0 else []
         for kind in self.layout.kinds:
             first, end = self._tail_span(kind, step.n1, step.floor)

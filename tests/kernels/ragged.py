@@ -9,7 +9,7 @@ import torch
 from tangram_sglang.kernels.decode import decode_attention
 from tangram_sglang.kernels.dispatch import Dispatch, dispatch_step
 from tangram_sglang.kernels.layer_tables import LayerTables
-from tangram_sglang.kernels.shared_prefix import LEADER, LINE, READERS, WINDOWS, most_readers
+from tangram_sglang.kernels.shared_prefix import most_readers, read_together
 from tangram_sglang.kernels.workspace import Workspace
 from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.plan.shape import LayerShape, ModelShape
@@ -137,12 +137,10 @@ class RaggedBatch:
 
     def records(self, dispatch):
         """Say in the dispatch's records what is read together."""
+        records = dispatch.shared.cpu().numpy().copy()
         for lead, (windows, others) in self.common.items():
-            for line, b in enumerate([lead, *others]):
-                dispatch.shared[b, LEADER] = lead
-                dispatch.shared[b, LINE] = line
-                dispatch.shared[b, WINDOWS] = windows
-                dispatch.shared[lead, READERS + line] = b
+            read_together(records, [lead, *others], windows)
+        dispatch.shared.copy_(torch.from_numpy(records))
 
     def inputs(self, layer):
         """q [B, HQ, D], and k_new, v_new [B, H, D] as slices of one tensor, as SGLang has them."""

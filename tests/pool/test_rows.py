@@ -239,11 +239,9 @@ def test_quiet_steps_change_no_page_and_the_next_one_does(recent, queries, score
             cached = [rows.ledger.take(form.window_pages, -1) for _ in range(floor)]
             rows.open(1, n, cached)
             rows.advance([(1, n)])
-            state = rows.live[1]
-            last = state.quiet
             if not quiet:
-                state.quiet = state.steady = 0
-            rows.advance([(1, last if tokens is None else tokens)])
+                rows.live[1].quiet = rows.live[1].steady = 0
+            rows.advance([(1, tokens)])
             rows.check()
             return rows
 
