@@ -71,7 +71,8 @@ class Plans:
     def __init__(self, folder: RunFolder, model, scratch: Path, options: argparse.Namespace):
         self._folder, self._scope, self._alpha = folder, options.scope, options.alpha
         self._shape = model_shape(model)
-        run, settings = folder.run, Settings()
+        run = folder.run
+        settings = Settings(grouping=options.grouping, group_heads=options.group_heads)
         recent = run.recent if options.recent is None else options.recent
         self.rule = WindowRule(run.window, recent, settings.page, run.sinks)
         # making one takes half a second, and every text asks for it
@@ -88,6 +89,8 @@ class Plans:
         return {
             **{"window": str(self.rule.window), "recent": str(self.rule.recent)},
             **{"scope": self._scope, "alpha": f"{self._alpha:g}"},
+            **{"grouping": self._settings.grouping},
+            **{"group_heads": str(self._settings.group_heads)},
         }
 
     def layout(self, unit: Unit) -> KVLayout:
@@ -224,6 +227,8 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--scope", choices=("global", "layer"), default="global")
     parser.add_argument("--alpha", type=float, default=2.0)
     parser.add_argument("--recent", type=int, help="R (the calibration's)")
+    parser.add_argument("--grouping", choices=("global", "layer"), default=Settings().grouping)
+    parser.add_argument("--group-heads", type=int, default=Settings().group_heads, help="H_p")
     parser.add_argument("--texts", type=int, default=len(ALL), help="documents (%(default)s)")
     parser.add_argument("--chats", type=int, default=16, help="chats about facts (%(default)s)")
     parser.add_argument("--device", default="cpu")

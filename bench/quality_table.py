@@ -17,7 +17,8 @@ from bench.record import machine, say
 
 FULL = "full"
 # what ways to compress differ in beside scorer, budgets and retention
-SHARED = ("window", "recent", "scope", "alpha")
+SHARED = ("window", "recent", "scope", "alpha", "grouping", "group_heads")
+SETTING = "W{window} R{recent} {scope} a{alpha} {grouping}:{group_heads}"
 # half the width of a 95 % interval in standard errors, by degrees of freedom (Student)
 T95 = (0, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 # KL below this is rounding; it would decide a geometric mean
@@ -39,8 +40,8 @@ def summarise(rows: Sequence[Mapping]) -> list[dict]:
     """One row for each way to compress and each of turn 1 and later turns.
 
     KL is the geometric mean over documents of each one's mean, ``kl_factor`` the factor of one
-    standard deviation. The ratio to uniform budgets, which know neither scope nor alpha, is paired by
-    document.
+    standard deviation. The ratio to uniform budgets, which know neither scope nor alpha and hardly
+    groups, is paired by document.
     """
     by = defaultdict(lambda: defaultdict(list))
     for row in rows:
@@ -115,7 +116,7 @@ def _ratio(kl: Mapping, uniform: Mapping) -> dict:
 def table(summary: Sequence[Mapping]) -> str:
     """The summary as text."""
     lines = [
-        f"{'rho':>4} {'scorer':25}{'budgets':36}{'setting':22}{'turn':8}{'n':>3}{'KL':>9}{'x/÷':>6}{'top-1':>8}"
+        f"{'rho':>4} {'scorer':25}{'budgets':36}{'setting':31}{'turn':8}{'n':>3}{'KL':>9}{'x/÷':>6}{'top-1':>8}"
         f"{'to uniform':>21}{'better':>8}{'facts':>7}{'right':>13}"
     ]
     for x in summary:
@@ -125,9 +126,9 @@ def table(summary: Sequence[Mapping]) -> str:
             if x["ratio_low"] != "":
                 ratio += f" [{x['ratio_low']:.2f}, {x['ratio_high']:.2f}]"
         right = f"{x['right']:.2f} ± {x['right_error']:.2f}" if x["right"] != "" else ""
-        setting = "" if x["scorer"] == FULL else "W{window} R{recent} {scope} a{alpha}".format(**x)
+        setting = "" if x["scorer"] == FULL else SETTING.format(**x)
         lines.append(
-            f"{x['retention']:4g} {x['scorer']:25}{x['budgets']:36}{setting:22}{x['turn']:8}{x['texts']:3}"
+            f"{x['retention']:4g} {x['scorer']:25}{x['budgets']:36}{setting:31}{x['turn']:8}{x['texts']:3}"
             f"{_cell(x['kl'], 4):>9}{_cell(x['kl_factor'], 1):>6}{_cell(x['top1'], 3):>8}"
             f"{ratio:>21}{x['better']:>8}{x['facts']:7}{right:>13}"
         )
