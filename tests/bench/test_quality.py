@@ -195,6 +195,20 @@ def test_the_summary_pairs_documents_and_keeps_turns_apart():
     assert "2/2" in printed and "0.50 ± 0.35" in printed
 
 
+def test_groupings_are_ways_of_their_own_beside_the_same_uniform_budgets():
+    four, one = ({"grouping": "global", "group_heads": n} for n in ("4", "1"))
+    rows = [
+        *(row("a", 1, "uniform", 0.04, **four), row("a", 1, "error", 0.02, **four)),
+        row("a", 1, "error", 0.01, **one),
+    ]
+    found = {(x["budgets"], x["group_heads"]): x["ratio"] for x in summarise(rows)}
+    assert found == {
+        ("uniform", "4"): "",
+        ("error", "4"): pytest.approx(0.5),
+        ("error", "1"): pytest.approx(0.25),
+    }
+
+
 def test_the_plot_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     draw(
