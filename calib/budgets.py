@@ -1,4 +1,4 @@
-"""From samples to budgets of one profile, and the mean of several (paper 4.1, design 4).
+"""From samples to budgets of one profile, and the mean of several (paper 4.1).
 
 A profile of shares gives B = min(1, mean + alpha * spread) per head; error curves give the budgets
 that minimise the summed error.

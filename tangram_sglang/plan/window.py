@@ -1,4 +1,4 @@
-"""How a request's tokens fall into sealed windows and a raw tail (design 3).
+"""How a request's tokens fall into sealed windows and a raw tail (docs/design.md).
 
     0          W         2W    ...   sW                n
     | window 0 | window 1 | ... | s-1 |    raw tail     |
