@@ -10,6 +10,7 @@ are masked; rows of V that do not count are zeroed, as they may hold anything.
 
 import functools
 import math
+from dataclasses import dataclass
 
 import torch
 from triton.experimental import gluon
@@ -304,17 +305,16 @@ def prefill_hopper_kernel(
     )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
 class HopperConfig:
     """Keys of a block and blocks in flight."""
 
-    __slots__ = ("block", "stages")
-
-    def __init__(self, block: int, stages: int):
-        self.block, self.stages = block, stages
+    block: int
+    stages: int
 
 
+# by head size
 CONFIGS = {64: HopperConfig(128, 3), 128: HopperConfig(128, 2), 256: HopperConfig(64, 2)}
-
 
 # built once: making one costs the host more than a launch's arithmetic
 LAYOUT = gl.NVMMASharedLayout(128, 16, 2)

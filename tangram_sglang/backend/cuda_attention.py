@@ -37,7 +37,7 @@ from tangram_sglang.backend.warm_up import warm_up
 from tangram_sglang.kernels.decode import decode_attention
 from tangram_sglang.kernels.dispatch import dispatch_step
 from tangram_sglang.kernels.layer_tables import LayerTables
-from tangram_sglang.kernels.prefill import config, prefill_attention
+from tangram_sglang.kernels.prefill import config_for, prefill_attention
 from tangram_sglang.kernels.prefill_split import Split
 from tangram_sglang.kernels.raw_write import BLOCK, raw_write
 from tangram_sglang.kernels.records import prefill_tiles, raw_spans, seal_units
@@ -75,7 +75,7 @@ class TangramCudaBackend(AttentionBackend):
         self._upload = Upload(self.device)
         shape = model_shape(model_runner.model).layers[0]
         self._ratio = shape.q_heads // shape.kv_heads
-        blocks = config(shape.head_dim, self._ratio, pool.dtype)
+        blocks = config_for(shape.head_dim, pool.dtype)
         self._tile = blocks.rows // self._ratio
         kept = self._tables.kept_pages.cpu().numpy() * self._tables.page
         kept = kept[[window == 0 for window in self._tables.sliding_window]]
