@@ -87,11 +87,6 @@ def average(found: Sequence[Budgets]) -> Budgets:
     )
 
 
-def head_budgets(profiles: Sequence[np.ndarray], alpha: float) -> Budgets:
-    """The mean of the budgets of several profiles' shares, each [N, H]; N may differ."""
-    return average([share_budgets(shares, alpha) for shares in profiles])
-
-
 def held(budgets: np.ndarray, retention: float) -> np.ndarray:
     """Budgets scaled by one factor and capped at 1 so that their mean is ``retention``."""
     low, high = 0.0, 1.0 / max(float(budgets.min()), 1e-6)

@@ -121,20 +121,6 @@ def count_windows(out: Path) -> int:
     return sum(1 for _ in out.glob("*window-*.npz"))
 
 
-def read_shares(out: Path, profile: str, scope: str, retention: float) -> np.ndarray:
-    """Shares of every window that was profiled, [N, H], in the order they were seen."""
-    retentions = read_request(out).retentions
-    if retention not in retentions:
-        raise TangramError(f"retention {retention} was not observed; observed: {retentions}")
-    found = list(windows_of(out, profile_key(profile, scope)).values())
-    if not found:
-        raise TangramError(
-            f"no window of profile {profile!r} in {out}: the texts were shorter than a window, or "
-            "the server does not run the tangram backend"
-        )
-    return np.stack(found)[:, retentions.index(retention)]
-
-
 def windows_of(out: Path, key: str) -> dict[str, np.ndarray]:
     """One array of every window file that has it, by file name, in the order they were seen."""
     return _arrays(out, "*window-*.npz", key)
