@@ -65,6 +65,7 @@ class Queries:
 
 
 def write_request(out: Path, request: Request) -> None:
+    """Tell the observer that writes to ``out`` what to measure from its next pass on."""
     partial = out / ".request.partial.json"
     partial.write_bytes(msgspec.json.encode(request))
     os.replace(partial, out / "request.json")
@@ -118,6 +119,7 @@ def write_window(out: Path, index: int, start: int, shares: dict[str, np.ndarray
 
 
 def count_windows(out: Path) -> int:
+    """Windows whose shares were written."""
     return sum(1 for _ in out.glob("*window-*.npz"))
 
 
@@ -137,6 +139,7 @@ def errors_of(out: Path, key: str) -> dict[str, np.ndarray]:
 
 
 def profile_key(profile: str, scope: str) -> str:
+    """Name of an array of shares in a window's file."""
     return f"{profile}.{scope}"
 
 

@@ -112,6 +112,7 @@ class TangramCudaBackend(AttentionBackend):
     def init_forward_metadata_out_graph(
         self, forward_batch: ForwardBatch, in_capture: bool = False
     ) -> None:
+        """Send what the host knows of the step; RuntimeError where SGLang runs another than was granted."""
         self._batch = forward_batch.batch_size
         if forward_batch.forward_mode.is_idle():
             return
@@ -124,6 +125,7 @@ class TangramCudaBackend(AttentionBackend):
             self._start_decode(steps)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """Cut the decode step among programs, from rows and lengths on the device."""
         if forward_batch.forward_mode.is_decode():
             dispatch_step(
                 self._splits.of(self._batch)[0],
@@ -148,6 +150,10 @@ class TangramCudaBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         **kwargs,
     ) -> torch.Tensor:
+        """One token a row, q [B, HQ * D] and k, v [B, H, D] after RoPE; returns [B, HQ * D].
+
+        ``sinks``: [HQ], logits that take part in the softmax and carry no value.
+        """
         require_own_kv(layer, k, save_kv_cache, kwargs)
         q, k, v = _by_head(q, k, v, layer)
         out = q.new_empty(q.shape)
@@ -181,6 +187,7 @@ class TangramCudaBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         **kwargs,
     ) -> torch.Tensor:
+        """New tokens of all rows, row by row, q [T, HQ * D] and k, v [T, H, D]; returns [T, HQ * D]."""
         require_own_kv(layer, k, save_kv_cache, kwargs)
         q, k, v = _by_head(q, k, v, layer)
         out = q.new_empty(q.shape)
