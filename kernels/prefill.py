@@ -8,17 +8,15 @@ A program holds the queries of a few tokens, all heads that share a KV head, and
 The sealed part is ragged per head and needs no mask but for its last block.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from tangram_sglang.kernels.prefill_split import Split, merge, program_blocks
+from tangram_sglang.kernels.prefill_split import LOG2E, Split, merge, program_blocks
 from tangram_sglang.kernels.raw_rows import HeadIndex
 
-LOG2E = math.log2(math.e)
 # queries x heads of a tile on Hopper
 HOPPER_ROWS = 128
 
@@ -207,7 +205,7 @@ def prefill_kernel(
         tl.store(p_rows, b_acc / b_one[:, None], mask=m_d[None, :])
     else:
         if SINKS:
-            b_sink = tl.load(p_sink + i_query).to(tl.float32) * 1.4426950408889634
+            b_sink = tl.load(p_sink + i_query).to(tl.float32) * LOG2E
             b_new = tl.maximum(b_max, b_sink)
             b_shrink = tl.exp2(b_max - b_new)
             b_sum = b_sum * b_shrink + tl.exp2(b_sink - b_new)
@@ -322,7 +320,7 @@ def prefill_attention(
         pool.stride(0),
         sliding_window or 0,
         split.target if split else 1,
-        scaling * LOG2E,
+        scaling * LOG2E.value,
         G=ratio,
         P=pool.shape[3],
         D=dim,

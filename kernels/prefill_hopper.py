@@ -28,22 +28,23 @@ from tangram_sglang.kernels.prefill_split import Split, merge
 from tangram_sglang.kernels.raw_rows import HeadIndex
 
 LOG2E: gl.constexpr = gl.constexpr(math.log2(math.e))
-# rows of queries x heads that one group of warps holds, and dims of one box
-ROWS = 64
+# rows of queries x heads that one group of warps holds, such groups, and dims of one box
+ROWS: gl.constexpr = gl.constexpr(64)
+CONSUMERS: gl.constexpr = gl.constexpr(2)
 COLUMNS = 64
-CONSUMERS = 2
 
 
 @gluon.jit
 def _attend(
+    CONSUMER: gl.constexpr,
     p_q, p_out, p_sink, q_smem, k_smem, v_smem, k_ready, k_empty, v_ready, v_empty,
     i_first, n_tokens, position, i_head, q_stride, out_stride, sliding_window, scale,
     entries, sealed, page_start, raw_start, n0, blocks_paged, first, full, blocks,
     p_part, p_lse,
-    CONSUMER: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr, SLIDING: gl.constexpr, SINKS: gl.constexpr, SPLIT: gl.constexpr,
+    G: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    SLIDING: gl.constexpr, SINKS: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    BM: gl.constexpr = 64
+    BM: gl.constexpr = ROWS
     dtype: gl.constexpr = q_smem.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -252,13 +253,13 @@ def prefill_hopper_kernel(
             return
         blocks = gl.minimum(per, blocks - first)
         i_part = i_line * gl.num_programs(1) + gl.program_id(1)
-        p_part += i_part * (128 * D)
-        p_lse += i_part * 128
+        p_part += i_part * (CONSUMERS * ROWS * D)
+        p_lse += i_part * (CONSUMERS * ROWS)
     full = gl.minimum(gl.maximum(sealed // BN - first, 0), blocks)
 
     dtype: gl.constexpr = d_pool.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q_smem = gl.allocate_shared_memory(dtype, [2, 64, D], layout)
+    q_smem = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D], layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BN, D], layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BN, D], layout)
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -267,26 +268,22 @@ def prefill_hopper_kernel(
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
         mbarrier.init(v_ready.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=2)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
     fence_async_shared()
     i_page_row = gl.load(p_column + i_head) * (2 * P)
     i_new_row = i_new + raw_new - n0
+    attended = (
+        p_q, p_out, p_sink, q_smem, k_smem, v_smem, k_ready, k_empty, v_ready, v_empty,
+        i_first, n_tokens, position, i_head, q_stride, out_stride, sliding_window, scale,
+        entries, sealed, page_start, raw_start, n0, blocks_paged, first, full, blocks,
+        p_part, p_lse, G, D, BN, STAGES, SLIDING, SINKS, SPLIT,
+    )  # fmt: skip
     gl.warp_specialize(
         [
-            (_attend, (
-                p_q, p_out, p_sink, q_smem, k_smem, v_smem, k_ready, k_empty, v_ready, v_empty,
-                i_first, n_tokens, position, i_head, q_stride, out_stride, sliding_window, scale,
-                entries, sealed, page_start, raw_start, n0, blocks_paged, first, full, blocks,
-                p_part, p_lse, 0, G, D, BN, STAGES, SLIDING, SINKS, SPLIT,
-            )),
-            (_attend, (
-                p_q, p_out, p_sink, q_smem, k_smem, v_smem, k_ready, k_empty, v_ready, v_empty,
-                i_first, n_tokens, position, i_head, q_stride, out_stride, sliding_window, scale,
-                entries, sealed, page_start, raw_start, n0, blocks_paged, first, full, blocks,
-                p_part, p_lse, 1, G, D, BN, STAGES, SLIDING, SINKS, SPLIT,
-            )),
+            (_attend, (0, *attended)),
+            (_attend, (1, *attended)),
             (load_blocks, (
                 p_pages, p_list, d_pool, d_k, k_smem, k_ready, k_empty,
                 sealed, entries, page_start, old_first, page_rows,
@@ -390,5 +387,5 @@ def prefill_attention_hopper(
         SPLIT=split is not None, num_warps=4,
     )  # fmt: skip
     if split:
-        merge(out, split, tiles, k.shape[1], CONSUMERS * ROWS, sinks)
+        merge(out, split, tiles, k.shape[1], CONSUMERS.value * ROWS.value, sinks)
     return out
