@@ -206,7 +206,7 @@ class Sealing:
 
 
 def sweep():
-    """Block sizes, at 120K tokens on four layers; prints the fastest first."""
+    """Block sizes, at 120K tokens on four layers; prints the fastest last."""
     layers = [4, 8, 13, 22]
     for page in (16, 64):
         chunk = Chunk(122880, TOKENS, window=1024, page=page)
