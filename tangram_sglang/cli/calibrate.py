@@ -64,13 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--alpha",
         type=float,
         default=2.0,
-        help="budgets are mean + ALPHA standard deviations of a head's share (%(default)s)",
+        help="budgets are mean + ALPHA standard deviations of a head's share (%(default)s); without effect "
+        "on those from `error`",
     )
     parser.add_argument(
         "--scope",
         choices=SCOPES,
         default="global",
-        help="take a window's top tokens over all heads, or layer by layer (%(default)s)",
+        help="share out a window's tokens over all heads, or layer by layer (%(default)s)",
     )
     parser.add_argument(
         "--budgets-from",
