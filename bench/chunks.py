@@ -7,18 +7,11 @@ ones.
 import numpy as np
 import torch
 
-from bench.shapes import profile_budgets
+from bench.llama import DIM, DTYPE, HEADS, LAYERS, PER_GROUP, RATIO, RECENT, SINKS, layout_of
 from tangram_sglang.kernels.raw_rows import HeadIndex
 from tangram_sglang.kernels.raw_write import BLOCK
 from tangram_sglang.kernels.records import Piece, prefill_tiles, raw_spans, seal_units
-from tangram_sglang.plan.layout import KVLayout
-from tangram_sglang.plan.shape import LayerShape, ModelShape
 from tangram_sglang.plan.window import WindowRule
-
-LAYERS, HEADS, RATIO, DIM = 32, 8, 4, 128
-HIDDEN, INNER = 4096, 14336
-RECENT, SINKS, PER_GROUP = 256, 4, 4
-DTYPE = torch.bfloat16
 
 
 class Chunk:
@@ -43,19 +36,8 @@ class Chunk:
         torch.manual_seed(0)
         self.before, self.tokens, self.device = before, tokens, device
         self.rule = rule = WindowRule(window, RECENT, page, SINKS)
-        shape = ModelShape(
-            tuple(LayerShape(i, HEADS * RATIO, HEADS, DIM, None, DIM**-0.5) for i in range(layers))
-        )
         n1 = before + tokens
-        self.layout = layout = KVLayout.build(
-            shape,
-            rule,
-            budgets=profile_budgets()[: layers * HEADS],
-            retention=retention,
-            per_group=PER_GROUP,
-            grouping="global",
-            max_tokens=n1,
-        )
+        self.layout = layout = layout_of(rule, retention, n1, layers)
         kind, groups = layout.kinds[0], len(layout.groups)
         s1, tail = rule.sealed(n1), layout.tail_start(None, n1)
         old_first = layout.tail_start(None, before)

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from bench.scenes import DIM, DTYPE, HEADS, RATIO
+from bench.llama import DIM, DTYPE, HEADS, RATIO
 
 KERNELS = ("decode", "tensor-decode", "fa2", "fa3")
 

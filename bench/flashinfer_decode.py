@@ -6,7 +6,8 @@ import flashinfer
 import numpy as np
 import torch
 
-from bench.scenes import DIM, DTYPE, HEADS, LAYERS, PAGE, PER_GROUP, RATIO, Scene, graph_ms
+from bench.llama import DIM, DTYPE, HEADS, LAYERS, PER_GROUP, RATIO
+from bench.scenes import PAGE, Scene, graph_ms
 
 WORKSPACE = 256 << 20
 

@@ -7,7 +7,8 @@ be read over the copy bandwidth measured in the same run.
 """
 
 from bench.kernel_table import KernelTable
-from bench.scenes import HEADS, LAYERS, Scene, graph_ms, programs_for
+from bench.llama import HEADS, LAYERS
+from bench.scenes import Scene, graph_ms, programs_for
 from tangram_sglang.plan.split_map import equal_splits, plan_splits
 
 K = 1024

@@ -14,15 +14,15 @@ conversation may differ, since two tokens can stand within rounding of each othe
 
 import argparse
 import asyncio
-import json
 import sys
 import tempfile
 import time
-import urllib.request
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bench import gauge
 from bench.record import RESULTS, append_csv, machine, say
+from bench.server_api import get, post
 from bench.smollm2 import MODEL_DIR
 from bench.traffic import Answer, Sizes, Traffic, first_difference, play, totals, traffic
 from tangram_sglang.cli.demo import PLANS, nearest_plan
@@ -31,7 +31,6 @@ from tangram_sglang.cli.server import Server, cpu_arguments, cpu_environment
 
 STOCK = "torch_native"
 FLOAT32 = 4
-REQUEST_TIMEOUT_S = 900
 COLUMNS = {
     "system": 14,
     "retention": 11,
@@ -91,13 +90,14 @@ def run(system: System, asked: Traffic, sizes: Sizes, size: argparse.Namespace):
                 server.wait_until_ready()
                 # the first request pays for what the server puts off until then
                 asyncio.run(_client(server.url, 2)(list(asked.prompts[0][0][:16])))
-                _open(urllib.request.Request(f"{server.url}/flush_cache", method="POST"))
+                get(f"{server.url}/flush_cache")
                 started = time.monotonic()
                 answers = asyncio.run(
                     play(asked, _client(server.url, sizes.answer), size.concurrency)
                 )
                 seconds = time.monotonic() - started
-                retractions = _counter(server.url, "sglang:num_retracted_requests_total")
+                page = get(f"{server.url}/metrics")
+                retractions = int(gauge.read(page, "sglang:num_retracted_requests_total"))
             except Exception:
                 say(f"--- last lines of the server's log\n{server.log_tail()}\n---")
                 raise
@@ -119,31 +119,14 @@ def _client(url: str, new_tokens: int):
 
     async def ask(prompt: list[int]) -> Answer:
         sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-        body = json.dumps({"input_ids": prompt, "sampling_params": sampling}).encode()
-        request = urllib.request.Request(
-            f"{url}/generate", body, {"Content-Type": "application/json"}
-        )
-        got = json.loads(await asyncio.to_thread(_open, request))
+        body = {"input_ids": prompt, "sampling_params": sampling}
+        got = await asyncio.to_thread(post, f"{url}/generate", body)
         if len(got["output_ids"]) != new_tokens:
             raise RuntimeError(f"a prompt of {len(prompt)} tokens got {got['meta_info']}")
         meta = got["meta_info"]
         return Answer(meta["prompt_tokens"], meta["cached_tokens"], tuple(got["output_ids"]))
 
     return ask
-
-
-def _open(request: urllib.request.Request | str) -> str:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=REQUEST_TIMEOUT_S) as answer:
-        return answer.read().decode()
-
-
-def _counter(url: str, name: str) -> int:
-    from prometheus_client.parser import text_string_to_metric_families
-
-    families = text_string_to_metric_families(_open(f"{url}/metrics"))
-    # a counter is not on the page before it has counted
-    return int(sum(s.value for f in families for s in f.samples if s.name == name))
 
 
 def verdict(ours: list[list[Answer]], theirs: list[list[Answer]]) -> tuple[bool, str]:

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import torch
 
-from bench.shapes import profile_budgets
+from bench.llama import DIM, DTYPE, HEADS, LAYERS, PER_GROUP, RATIO, RECENT, SINKS, layout_of
 from tangram_sglang.kernels.decode import decode_attention
 from tangram_sglang.kernels.decode_config import Config
 from tangram_sglang.kernels.dispatch import Dispatch, dispatch_step
@@ -17,14 +17,10 @@ from tangram_sglang.kernels.layer_tables import LayerTables
 from tangram_sglang.kernels.occupancy import resident_programs
 from tangram_sglang.kernels.shared_prefix import alone, most_readers, read_together
 from tangram_sglang.kernels.workspace import Workspace
-from tangram_sglang.plan.layout import KVLayout
-from tangram_sglang.plan.shape import LayerShape, ModelShape
 from tangram_sglang.plan.split_map import SplitMap
 from tangram_sglang.plan.window import WindowRule
 
-LAYERS, HEADS, RATIO, DIM = 32, 8, 4, 128
-PAGE, RECENT, SINKS, PER_GROUP = 16, 256, 4, 4
-DTYPE = torch.bfloat16
+PAGE = 16
 DEVICE = "cuda"
 BUSY_S = 0.3
 
@@ -46,18 +42,7 @@ class Scene:
         self.lengths, self.retention, self.window = lengths, retention, window
         self.shared = shared
         rule = WindowRule(window, RECENT, PAGE, SINKS)
-        shape = ModelShape(
-            tuple(LayerShape(i, HEADS * RATIO, HEADS, DIM, None, DIM**-0.5) for i in range(LAYERS))
-        )
-        self.layout = layout = KVLayout.build(
-            shape,
-            rule,
-            budgets=profile_budgets(),
-            retention=retention,
-            per_group=PER_GROUP,
-            grouping="global",
-            max_tokens=max(lengths) + 1,
-        )
+        self.layout = layout = layout_of(rule, retention, max(lengths) + 1)
         self.tables = LayerTables.build(layout, DEVICE)
         self.n_win = [rule.sealed(n) for n in lengths]
         own = [

@@ -1,4 +1,4 @@
-"""From samples to budgets of one profile, and the mean of several (paper 4.1, design 4).
+"""From samples to budgets of one profile, and the mean of several (paper 4.1).
 
 A profile of shares gives B = min(1, mean + alpha * spread) per head; error curves give the budgets
 that minimise the summed error.
@@ -85,11 +85,6 @@ def average(found: Sequence[Budgets]) -> Budgets:
         np.mean([x.spread for x in found], axis=0),
         min(x.samples for x in found),
     )
-
-
-def head_budgets(profiles: Sequence[np.ndarray], alpha: float) -> Budgets:
-    """The mean of the budgets of several profiles' shares, each [N, H]; N may differ."""
-    return average([share_budgets(shares, alpha) for shares in profiles])
 
 
 def held(budgets: np.ndarray, retention: float) -> np.ndarray:

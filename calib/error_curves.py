@@ -40,7 +40,10 @@ def selection_order(scores: torch.Tensor, sinks: int) -> torch.Tensor:
 def head_gram(projection: torch.Tensor, q_heads: int, kv_heads: int) -> torch.Tensor:
     """W^T W of each KV head's columns of an output projection [hidden, HQ * D]: [H, rD, rD]."""
     if projection.shape[1] % q_heads:
-        raise ValueError(f"{projection.shape[1]} columns for {q_heads} query heads")
+        raise ValueError(
+            f"an output projection of {projection.shape[1]} columns for {q_heads} query heads, expected a "
+            "multiple of them"
+        )
     columns = projection.float().unflatten(1, (kv_heads, -1)).permute(1, 0, 2)
     return columns.transpose(1, 2) @ columns
 

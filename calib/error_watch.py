@@ -61,6 +61,10 @@ class ErrorWatch:
         self._written = 0
 
     def queries(self, layer_id: int, q: torch.Tensor, positions: torch.Tensor) -> None:
+        """Keep some queries of one layer in one pass, [T, HQ, D] after RoPE, at positions [T] int64.
+
+        TangramError unless they go on from the layer's last ones, or begin a prompt.
+        """
         layer = self._layers[layer_id]
         first = int(positions[0])
         if first == 0:
@@ -76,6 +80,7 @@ class ErrorWatch:
         layer.positions.append(positions[mine])
 
     def context(self, layer_id: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Keep K and V of the same tokens, [T, H, D], and measure the windows that they complete."""
         layer, rule = self._layers[layer_id], self._rule
         layer.k.append(k)
         layer.v.append(v)

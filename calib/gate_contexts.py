@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
-from pathlib import Path
 from typing import Any
 
 from tangram_sglang.calib.texts import Text
@@ -51,14 +50,3 @@ def contexts(texts: Sequence[Text], tokenizer: Any, samples: int) -> list[Contex
             f"train on and some in every {HELD_OUT}th text to measure on: give longer texts"
         )
     return found
-
-
-def folder_texts(folder: Path) -> list[Text]:
-    """Every ``*.txt`` in ``folder``, by name."""
-    paths = sorted(folder.glob("*.txt"))
-    if not paths:
-        raise TangramError(f"--texts {folder}: no *.txt file is there")
-    try:
-        return [Text("text", x.stem, (("text", x.read_text(encoding="utf-8")),)) for x in paths]
-    except (OSError, UnicodeDecodeError) as error:
-        raise TangramError(f"--texts {folder}: {error}; expected files in UTF-8") from None

@@ -85,9 +85,11 @@ class Work:
             _write(path, msgspec.json.format(msgspec.json.encode(recipe), indent=1) + b"\n")
 
     def has_context(self, index: int) -> bool:
+        """Whether a context was measured already."""
         return self._context(index).exists()
 
     def write_context(self, index: int, measured: Measured) -> None:
+        """Keep what was measured of one context; hidden states in bfloat16, scores in fp32."""
         tensors = {}
         for i, (hidden, scores) in enumerate(zip(measured.hidden, measured.scores, strict=True)):
             tensors[f"hidden.{i}"] = hidden.to("cpu", torch.bfloat16).contiguous()
@@ -100,9 +102,11 @@ class Work:
             return found.get_tensor(f"hidden.{layer}"), found.get_tensor(f"scores.{layer}")
 
     def has_layer(self, layer: int) -> bool:
+        """Whether the gate of a layer, by its place among the full-attention ones, was fitted already."""
         return self._layer(layer).exists()
 
     def write_layer(self, layer: int, fitted: Fitted) -> None:
+        """Keep the gate of one layer and its figures."""
         tensors = {f.name: getattr(fitted.gate, f.name).cpu().contiguous() for f in fields(Gates)}
         figures = {"untrained": repr(fitted.untrained), "trained": repr(fitted.trained)}
         _write(self._layer(layer), save(tensors, figures))

@@ -2,6 +2,8 @@
 
 import torch
 
+from tangram_sglang.score.rotation import rotate_back
+
 
 class QueryMoments:
     """Sums over the queries of one layer.
@@ -29,7 +31,4 @@ def unrotate(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor) -
     """Take RoPE off ``x`` [T, H, D] in fp64; pairs are (i, i + rotary_dim / 2)."""
     inv_freq = inv_freq.to(x.device, torch.float64)
     angle = positions.to(torch.float64)[:, None, None] * inv_freq
-    cos, sin = angle.cos(), angle.sin()
-    x, half = x.to(torch.float64), inv_freq.shape[0]
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat([a * cos + b * sin, b * cos - a * sin, rest], dim=-1)
+    return rotate_back(x.to(torch.float64), angle.cos(), angle.sin())

@@ -65,6 +65,7 @@ class Queries:
 
 
 def write_request(out: Path, request: Request) -> None:
+    """Tell the observer that writes to ``out`` what to measure from its next pass on."""
     partial = out / ".request.partial.json"
     partial.write_bytes(msgspec.json.encode(request))
     os.replace(partial, out / "request.json")
@@ -118,21 +119,8 @@ def write_window(out: Path, index: int, start: int, shares: dict[str, np.ndarray
 
 
 def count_windows(out: Path) -> int:
+    """Windows whose shares were written."""
     return sum(1 for _ in out.glob("*window-*.npz"))
-
-
-def read_shares(out: Path, profile: str, scope: str, retention: float) -> np.ndarray:
-    """Shares of every window that was profiled, [N, H], in the order they were seen."""
-    retentions = read_request(out).retentions
-    if retention not in retentions:
-        raise TangramError(f"retention {retention} was not observed; observed: {retentions}")
-    found = list(windows_of(out, profile_key(profile, scope)).values())
-    if not found:
-        raise TangramError(
-            f"no window of profile {profile!r} in {out}: the texts were shorter than a window, or "
-            "the server does not run the tangram backend"
-        )
-    return np.stack(found)[:, retentions.index(retention)]
 
 
 def windows_of(out: Path, key: str) -> dict[str, np.ndarray]:
@@ -151,6 +139,7 @@ def errors_of(out: Path, key: str) -> dict[str, np.ndarray]:
 
 
 def profile_key(profile: str, scope: str) -> str:
+    """Name of an array of shares in a window's file."""
     return f"{profile}.{scope}"
 
 

@@ -1,4 +1,4 @@
-"""From sums over queries to the statistics file beside a plan (design 4).
+"""From sums over queries to the statistics file beside a plan.
 
 A covariance is stored as ``factor @ factor.T + diag(diagonal)``.
 """
@@ -32,7 +32,8 @@ def query_statistics(queries: Queries, rank: int) -> dict[str, torch.Tensor]:
     """mean [H, r, D], factor [H, r, D, rank], diagonal [H, r, D], inv_freq [H, F]; all fp64."""
     if queries.count < 2:
         raise TangramError(
-            f"{queries.count} queries were observed; no covariance follows from that"
+            f"{queries.count} queries were observed, a covariance takes 2 at least; give more or longer "
+            "texts"
         )
     mean = torch.from_numpy(queries.total) / queries.count
     square = torch.from_numpy(queries.square) / queries.count

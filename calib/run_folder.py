@@ -94,6 +94,7 @@ class RunFolder:
         return max((int(mark.stem.rpartition("-")[2]) for mark in marks), default=0)
 
     def stage(self, stage: str) -> Path:
+        """The folder of a stage, ``first`` or ``second``."""
         return self.path / stage
 
     def sums(self) -> Path | None:
@@ -153,6 +154,7 @@ def prompt_of(name: str) -> int:
 
 
 def read_run(path: Path) -> Run:
+    """What the folder ``path`` holds measurements of; TangramError where it holds none."""
     try:
         return msgspec.json.decode((path / "run.json").read_bytes(), type=Run)
     except (OSError, msgspec.DecodeError) as error:

@@ -1,4 +1,4 @@
-"""From the scores of one window to the share of it that each head gets (design 4).
+"""From the scores of one window to the share of it that each head gets.
 
 Pure numpy; knows neither models nor scorers.
 """

@@ -13,14 +13,17 @@ from tangram_sglang.plan.file import PlanFile, load_plan
 
 
 def plan_path(out: Path, model: str, retention: float) -> Path:
+    """Where the plan for ``retention`` goes; ``model`` is a model's id, in any case."""
     return out / f"{model.lower()}-rho{retention:g}.json"
 
 
 def stats_path(out: Path, model: str) -> Path:
+    """Where the query statistics of all its plans go."""
     return out / f"{model.lower()}-query-stats.safetensors"
 
 
 def gates_path(out: Path, model: str) -> Path:
+    """Where the copy of the gates that its plans name goes."""
     return out / f"{model.lower()}-gates.safetensors"
 
 

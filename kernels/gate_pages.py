@@ -38,6 +38,7 @@ class GatePlace:
 
     @classmethod
     def of(cls, layout: KVLayout) -> "GatePlace":
+        """For a layout with score groups."""
         first = layout.num_full - layout.score_groups
         ring_at = int(layout.ring_offset[first])
         return cls(layout.rule.page, layout.page_scores, first, ring_at, layout.kinds[0].ring)

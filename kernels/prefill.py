@@ -8,16 +8,15 @@ A program holds the queries of a few tokens, all heads that share a KV head, and
 The sealed part is ragged per head and needs no mask but for its last block.
 """
 
-import math
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from tangram_sglang.kernels.prefill_split import Split, merge, program_blocks
+from tangram_sglang.kernels.prefill_split import LOG2E, Split, merge, program_blocks
 from tangram_sglang.kernels.raw_rows import HeadIndex
 
-LOG2E = math.log2(math.e)
 # queries x heads of a tile on Hopper
 HOPPER_ROWS = 128
 
@@ -206,7 +205,7 @@ def prefill_kernel(
         tl.store(p_rows, b_acc / b_one[:, None], mask=m_d[None, :])
     else:
         if SINKS:
-            b_sink = tl.load(p_sink + i_query).to(tl.float32) * 1.4426950408889634
+            b_sink = tl.load(p_sink + i_query).to(tl.float32) * LOG2E
             b_new = tl.maximum(b_max, b_sink)
             b_shrink = tl.exp2(b_max - b_new)
             b_sum = b_sum * b_shrink + tl.exp2(b_sink - b_new)
@@ -218,27 +217,29 @@ def prefill_kernel(
         )
 
 
+@dataclass(frozen=True, slots=True)
 class Config:
-    """Block sizes of one launch; ``rows`` is queries x heads, ``block`` is keys."""
+    """How the kernel is compiled.
 
-    __slots__ = ("block", "rows", "stages", "warps")
+    Attributes:
+        rows: queries x heads of a tile.
+        block: keys of a block.
+        warps, stages: of a program; stages are blocks in flight.
+    """
 
-    def __init__(self, rows: int, block: int, warps: int, stages: int):
-        self.rows, self.block, self.warps, self.stages = rows, block, warps, stages
+    rows: int
+    block: int
+    warps: int
+    stages: int
 
 
-def config(head_dim: int, ratio: int, dtype: torch.dtype) -> Config:
-    """The block sizes for a head size, query heads per KV head and type."""
+def config_for(head_dim: int, dtype: torch.dtype) -> Config:
+    """The config for a head size and type."""
     if dtype == torch.float32:
         return Config(32, 32, 4, 2)
     if head_dim <= 128:
         return Config(128, 128, 8, 2)
     return Config(128, 32, 8, 2)
-
-
-def tile_tokens(head_dim: int, ratio: int, dtype: torch.dtype, chosen: Config | None = None) -> int:
-    """Tokens of a tile, for ``records.prefill_tiles``."""
-    return (chosen or config(head_dim, ratio, dtype)).rows // ratio
 
 
 def prefill_attention(
@@ -267,7 +268,8 @@ def prefill_attention(
         pool: [pages, H_p, 2, P, D]; page stride is free.
         table: [rows, E] int32.
         old: [N] int32, old raw pages (``records.Piece.old``).
-        tiles: [tiles, TILE_FIELDS] int32 of ``tile_tokens`` tokens each.
+        tiles: [tiles, TILE_FIELDS] int32 (``records.prefill_tiles``) of up to ``rows // r`` tokens, r
+            query heads per KV head.
         heads: of this layer, [H].
         order: [H] int32, heads in the order to start them; most entries first.
         scaling: factor on q.k, above 0.
@@ -280,7 +282,7 @@ def prefill_attention(
         ``out``.
     """
     ratio, dim = q.shape[1] // k.shape[1], q.shape[2]
-    cfg = chosen or config(dim, ratio, q.dtype)
+    cfg = chosen or config_for(dim, q.dtype)
     if not len(tiles):
         return out
     if chosen is None and cfg.rows == HOPPER_ROWS and q.is_cuda:
@@ -318,7 +320,7 @@ def prefill_attention(
         pool.stride(0),
         sliding_window or 0,
         split.target if split else 1,
-        scaling * LOG2E,
+        scaling * LOG2E.value,
         G=ratio,
         P=pool.shape[3],
         D=dim,

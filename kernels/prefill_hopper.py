@@ -10,6 +10,7 @@ are masked; rows of V that do not count are zeroed, as they may hold anything.
 
 import functools
 import math
+from dataclasses import dataclass
 
 import torch
 from triton.experimental import gluon
@@ -27,22 +28,23 @@ from tangram_sglang.kernels.prefill_split import Split, merge
 from tangram_sglang.kernels.raw_rows import HeadIndex
 
 LOG2E: gl.constexpr = gl.constexpr(math.log2(math.e))
-# rows of queries x heads that one group of warps holds, and dims of one box
-ROWS = 64
+# rows of queries x heads that one group of warps holds, such groups, and dims of one box
+ROWS: gl.constexpr = gl.constexpr(64)
+CONSUMERS: gl.constexpr = gl.constexpr(2)
 COLUMNS = 64
-CONSUMERS = 2
 
 
 @gluon.jit
 def _attend(
+    CONSUMER: gl.constexpr,
     p_q, p_out, p_sink, q_smem, k_smem, v_smem, k_ready, k_empty, v_ready, v_empty,
     i_first, n_tokens, position, i_head, q_stride, out_stride, sliding_window, scale,
     entries, sealed, page_start, raw_start, n0, blocks_paged, first, full, blocks,
     p_part, p_lse,
-    CONSUMER: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr, SLIDING: gl.constexpr, SINKS: gl.constexpr, SPLIT: gl.constexpr,
+    G: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    SLIDING: gl.constexpr, SINKS: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    BM: gl.constexpr = 64
+    BM: gl.constexpr = ROWS
     dtype: gl.constexpr = q_smem.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -251,13 +253,13 @@ def prefill_hopper_kernel(
             return
         blocks = gl.minimum(per, blocks - first)
         i_part = i_line * gl.num_programs(1) + gl.program_id(1)
-        p_part += i_part * (128 * D)
-        p_lse += i_part * 128
+        p_part += i_part * (CONSUMERS * ROWS * D)
+        p_lse += i_part * (CONSUMERS * ROWS)
     full = gl.minimum(gl.maximum(sealed // BN - first, 0), blocks)
 
     dtype: gl.constexpr = d_pool.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q_smem = gl.allocate_shared_memory(dtype, [2, 64, D], layout)
+    q_smem = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D], layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BN, D], layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BN, D], layout)
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -266,26 +268,22 @@ def prefill_hopper_kernel(
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
         mbarrier.init(v_ready.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=2)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
     fence_async_shared()
     i_page_row = gl.load(p_column + i_head) * (2 * P)
     i_new_row = i_new + raw_new - n0
+    attended = (
+        p_q, p_out, p_sink, q_smem, k_smem, v_smem, k_ready, k_empty, v_ready, v_empty,
+        i_first, n_tokens, position, i_head, q_stride, out_stride, sliding_window, scale,
+        entries, sealed, page_start, raw_start, n0, blocks_paged, first, full, blocks,
+        p_part, p_lse, G, D, BN, STAGES, SLIDING, SINKS, SPLIT,
+    )  # fmt: skip
     gl.warp_specialize(
         [
-            (_attend, (
-                p_q, p_out, p_sink, q_smem, k_smem, v_smem, k_ready, k_empty, v_ready, v_empty,
-                i_first, n_tokens, position, i_head, q_stride, out_stride, sliding_window, scale,
-                entries, sealed, page_start, raw_start, n0, blocks_paged, first, full, blocks,
-                p_part, p_lse, 0, G, D, BN, STAGES, SLIDING, SINKS, SPLIT,
-            )),
-            (_attend, (
-                p_q, p_out, p_sink, q_smem, k_smem, v_smem, k_ready, k_empty, v_ready, v_empty,
-                i_first, n_tokens, position, i_head, q_stride, out_stride, sliding_window, scale,
-                entries, sealed, page_start, raw_start, n0, blocks_paged, first, full, blocks,
-                p_part, p_lse, 1, G, D, BN, STAGES, SLIDING, SINKS, SPLIT,
-            )),
+            (_attend, (0, *attended)),
+            (_attend, (1, *attended)),
             (load_blocks, (
                 p_pages, p_list, d_pool, d_k, k_smem, k_ready, k_empty,
                 sealed, entries, page_start, old_first, page_rows,
@@ -304,17 +302,16 @@ def prefill_hopper_kernel(
     )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
 class HopperConfig:
     """Keys of a block and blocks in flight."""
 
-    __slots__ = ("block", "stages")
-
-    def __init__(self, block: int, stages: int):
-        self.block, self.stages = block, stages
+    block: int
+    stages: int
 
 
+# by head size
 CONFIGS = {64: HopperConfig(128, 3), 128: HopperConfig(128, 2), 256: HopperConfig(64, 2)}
-
 
 # built once: making one costs the host more than a launch's arithmetic
 LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
@@ -390,5 +387,5 @@ def prefill_attention_hopper(
         SPLIT=split is not None, num_warps=4,
     )  # fmt: skip
     if split:
-        merge(out, split, tiles, k.shape[1], CONSUMERS * ROWS, sinks)
+        merge(out, split, tiles, k.shape[1], CONSUMERS.value * ROWS.value, sinks)
     return out

@@ -5,6 +5,7 @@ be walked by one program each. Whether and how finely to split is decided once p
 tiles, which the host has anyway, for all layers together.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+LOG2E = tl.constexpr(math.log2(math.e))
 # the least a program should walk, in blocks of keys, and programs per place on the GPU
 LEAST = 8
 WAVES = 3
@@ -98,7 +100,7 @@ def prefill_merge_kernel(
     b_max = tl.full([BM], float("-inf"), tl.float32)
     b_sum = tl.zeros([BM], tl.float32)
     if SINKS:
-        b_max = tl.load(p_sink + i_query).to(tl.float32) * 1.4426950408889634
+        b_max = tl.load(p_sink + i_query).to(tl.float32) * LOG2E
         b_sum += 1.0
     b_acc = tl.zeros([BM, BD], tl.float32)
     for i_split in range(0, tl.load(p_used + i_line)):

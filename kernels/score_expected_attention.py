@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 
 from tangram_sglang.kernels.raw_rows import HeadIndex, load_rows, raw_offsets
+from tangram_sglang.score.expected_attention import HORIZON
+from tangram_sglang.score.rotation import mean_rotation
 
 BLOCK = 64
-# positions ahead of a window over which the rotation is averaged; as in the scorer
-HORIZON = 512
 
 
 class ExpectedQueries(NamedTuple):
@@ -60,10 +60,7 @@ def expected_queries(
     rotation = torch.zeros(len(sets), windows, 2, dim, device=mean.device)
     rotation[:, :, 0] = 1.0
     for j in range(windows):
-        end = (j + 1) * window
-        ahead = torch.arange(end, end + HORIZON, dtype=torch.float64, device=mean.device)
-        angle = ahead[:, None, None] * sets
-        cos, sin = angle.cos().mean(dim=0).float(), angle.sin().mean(dim=0).float()
+        cos, sin = mean_rotation(sets, (j + 1) * window, HORIZON)
         rotation[:, j, 0, : 2 * half] = torch.cat([cos, cos], dim=-1)
         rotation[:, j, 1, : 2 * half] = torch.cat([sin, -sin], dim=-1)
     return ExpectedQueries(

@@ -56,7 +56,7 @@ class Workspace:
         if need > Workspace.CAP:
             raise TangramError(
                 f"decode of {batch} requests in {programs} programs needs {need >> 20} MiB of "
-                f"workspace, more than {Workspace.CAP >> 20}; lower --cuda-graph-max-bs"
+                f"workspace, more than {Workspace.CAP >> 20}; lower --max-running-requests"
             )
         parts = Workspace.parts(programs, batch, heads, readers)
         return Workspace(

@@ -1,12 +1,17 @@
-"""Takes the place of a server in observe mode: makes up keys and shows them to the real observer."""
+"""Takes the place of a server in observe mode: makes up keys and shows them to the real observer.
+
+Also reads what an observer wrote.
+"""
 
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from tangram_sglang.calib.observations import profile_key, read_request, windows_of
 from tangram_sglang.calib.observer import Observer
 from tangram_sglang.plan.shape import LayerShape, ModelShape
 from tangram_sglang.plan.window import WindowRule
@@ -15,6 +20,12 @@ SHAPE = ModelShape(tuple(LayerShape(i, 4, 2, 16, None, 0.25) for i in range(2)))
 RULE = WindowRule(64, 256, 16, 4)
 FREQ = torch.logspace(0, -3, 8, dtype=torch.float64)
 CHUNK = 100
+
+
+def read_shares(out: Path, profile: str, scope: str, retention: float) -> np.ndarray:
+    """Shares of every window that was profiled, [N, H], in the order they were seen."""
+    row = read_request(out).retentions.index(retention)
+    return np.stack([x[row] for x in windows_of(out, profile_key(profile, scope)).values()])
 
 
 def projections():

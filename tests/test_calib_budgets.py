@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from tangram_sglang.calib.budgets import head_budgets
+from tangram_sglang.calib.budgets import average, share_budgets
 from tangram_sglang.calib.shares import window_shares
 
 LAYERS = [2, 1, 3]
@@ -42,7 +42,7 @@ def test_ties_go_to_the_head_that_comes_first():
 
 def test_budgets_are_mean_plus_alpha_spreads_up_to_one():
     shares = np.array([[0.2, 0.9], [0.4, 1.0], [0.3, 0.8]])
-    found = head_budgets([shares], alpha=2.0)
+    found = share_budgets(shares, alpha=2.0)
     assert found.budgets == pytest.approx([0.3 + 2 * 0.1, 1.0])
     assert found.spread == pytest.approx([0.1, 0.1])
     assert found.samples == 3
@@ -50,16 +50,16 @@ def test_budgets_are_mean_plus_alpha_spreads_up_to_one():
 
 def test_several_profiles_are_averaged_after_their_own_spread():
     calm, noisy = np.full((4, 1), 0.2), np.array([[0.4], [0.6]])
-    found = head_budgets([calm, noisy], alpha=1.0)
+    found = average([share_budgets(shares, alpha=1.0) for shares in (calm, noisy)])
     assert found.budgets == pytest.approx([(0.2 + 0.5 + 0.2 / np.sqrt(2)) / 2])
     assert found.samples == 2
 
 
 @given(arrays(np.float64, (5, 3), elements=st.floats(0, 1)), st.floats(0, 3), st.floats(0, 3))
 def test_budgets_are_shares_and_grow_with_alpha(shares, a, b):
-    low, high = (head_budgets([shares], alpha).budgets for alpha in sorted((a, b)))
+    low, high = (share_budgets(shares, alpha).budgets for alpha in sorted((a, b)))
     assert ((low >= 0) & (low <= high + 1e-12) & (high <= 1)).all()
 
 
 def test_one_sample_has_no_spread():
-    assert head_budgets([np.array([[0.25]])], alpha=2.0).budgets.tolist() == [0.25]
+    assert share_budgets(np.array([[0.25]]), alpha=2.0).budgets.tolist() == [0.25]

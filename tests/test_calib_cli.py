@@ -11,6 +11,7 @@ import pytest
 
 from tangram_sglang.calib.texts import calibration_prompts, corpus_hash
 from tangram_sglang.cli import calibrate, main
+from tangram_sglang.cli.hugging_face import load_config
 from tangram_sglang.plan.file import check_model, load_plan
 from tangram_sglang.plan.gates import save_gates
 from tangram_sglang.plan.model_config import model_config
@@ -60,7 +61,7 @@ def test_the_command_writes_a_plan_a_retention_and_one_statistics_file(
     assert [path.name for path in printed] == ["tiny-llama-rho0.5.json", "tiny-llama-rho0.33.json"]
 
     plans = [load_plan(path) for path in printed]
-    tokenizer, config = calibrate._load(str(model))
+    tokenizer, config = load_config(str(model))
     texts, prompts = calibration_prompts(tokenizer, RULE, 40)
     assert StandIn.last.prompts == prompts
     for plan, path, rho in zip(plans, printed, (0.5, 0.33), strict=True):
@@ -118,7 +119,7 @@ def test_a_plan_that_names_its_gates_serves_without_a_setting(model, tmp_path, m
     monkeypatch.setattr(calibrate, "Server", StandIn)
     theirs = tmp_path / "trained.safetensors"
     llama, out = tiny_llama(seed=1), tmp_path / "plans"
-    config = calibrate._load(str(model))[1]
+    config = load_config(str(model))[1]
 
     def train(seed):
         about = {"layers": [0, 1], "model": "tiny", "hf_config": config}

@@ -9,11 +9,11 @@ from tangram_sglang.calib.observations import (
     count_windows,
     profile_key,
     read_queries,
-    read_shares,
 )
 from tangram_sglang.calib.shares import window_shares
 from tangram_sglang.plan.window import WindowRule
 from tangram_sglang.score import KeyDiff, Window
+from tests.calib_stand_in import read_shares
 from tests.harness import Req, ScenarioFailed, run_scenario
 from tests.reference.layout import model_shape
 from tests.reference.tiny import random_tokens, save, tiny_gemma3, tiny_llama

@@ -1,4 +1,4 @@
-"""Serving at retention below 1 equals the slow reference, which applies design 3 literally."""
+"""Serving at retention below 1 equals the slow reference, which applies docs/design.md word by word."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Who may import whom (design 11)."""
+"""Who may import whom (docs/design.md, Where things live)."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The reference itself: that it is the model at retention 1.0, and design section 3 below that."""
+"""The reference itself: that it is the model at retention 1.0, and docs/design.md below that."""
 
 import json
 from collections import Counter
@@ -97,7 +97,7 @@ def test_greedy_at_retention_1_is_the_models(model):
     assert got == expected
 
 
-# section 3
+# docs/design.md, The state is a function of the tokens
 
 
 @pytest.mark.parametrize("scorer", SCORERS)

@@ -196,7 +196,7 @@ def test_gates_come_out_the_same_if_the_command_is_killed_and_asked_again(
     [
         (("--epochs", "0"), "--epochs 0: expected a whole number of at least 1"),
         (("--samples", "2"), "--samples 2: expected at least 4"),
-        (("--texts", "/nowhere"), "--texts /nowhere: no *.txt file"),
+        (("--texts", "/nowhere"), "--texts /nowhere: no such folder"),
         (("--model", "/nowhere"), "--model /nowhere cannot be loaded"),
         (("--out", "gates.pt"), "--out gates.pt: expected a name that ends in .safetensors"),
         (("--out", f"{__file__}/gates.safetensors"), f"{__file__} is a file, expected a folder"),

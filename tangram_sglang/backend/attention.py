@@ -51,6 +51,7 @@ class TangramAttentionBackend(AttentionBackend):
         return False
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Take the granted step of each row; RuntimeError where SGLang runs other tokens than granted."""
         if forward_batch.forward_mode.is_idle():
             self._batch = []
             return
@@ -90,6 +91,7 @@ class TangramAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs,
     ) -> torch.Tensor:
+        """One token a row, q [B, HQ * D] and k, v [B, H, D] after RoPE; returns [B, HQ * D]."""
         return self._forward(q, k, v, layer, save_kv_cache, kwargs)
 
     def forward_extend(
@@ -102,6 +104,7 @@ class TangramAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs,
     ) -> torch.Tensor:
+        """New tokens of all rows, row by row, q [T, HQ * D] and k, v [T, H, D]; returns [T, HQ * D]."""
         if self.watcher is not None:
             queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
             self.watcher.queries(layer.layer_id, queries, forward_batch.positions)

@@ -1,4 +1,4 @@
-"""Budget Reservation: admission in pages of the closed form (paper 4.1, design 9)."""
+"""Budget Reservation: admission in pages of the closed form (paper 4.1; docs/design.md)."""
 
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 

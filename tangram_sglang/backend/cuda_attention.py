@@ -37,7 +37,7 @@ from tangram_sglang.backend.warm_up import warm_up
 from tangram_sglang.kernels.decode import decode_attention
 from tangram_sglang.kernels.dispatch import dispatch_step
 from tangram_sglang.kernels.layer_tables import LayerTables
-from tangram_sglang.kernels.prefill import config, prefill_attention
+from tangram_sglang.kernels.prefill import config_for, prefill_attention
 from tangram_sglang.kernels.prefill_split import Split
 from tangram_sglang.kernels.raw_write import BLOCK, raw_write
 from tangram_sglang.kernels.records import prefill_tiles, raw_spans, seal_units
@@ -75,7 +75,7 @@ class TangramCudaBackend(AttentionBackend):
         self._upload = Upload(self.device)
         shape = model_shape(model_runner.model).layers[0]
         self._ratio = shape.q_heads // shape.kv_heads
-        blocks = config(shape.head_dim, self._ratio, pool.dtype)
+        blocks = config_for(shape.head_dim, pool.dtype)
         self._tile = blocks.rows // self._ratio
         kept = self._tables.kept_pages.cpu().numpy() * self._tables.page
         kept = kept[[window == 0 for window in self._tables.sliding_window]]
@@ -112,6 +112,7 @@ class TangramCudaBackend(AttentionBackend):
     def init_forward_metadata_out_graph(
         self, forward_batch: ForwardBatch, in_capture: bool = False
     ) -> None:
+        """Send what the host knows of the step; RuntimeError where SGLang runs another than was granted."""
         self._batch = forward_batch.batch_size
         if forward_batch.forward_mode.is_idle():
             return
@@ -124,6 +125,7 @@ class TangramCudaBackend(AttentionBackend):
             self._start_decode(steps)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """Cut the decode step among programs, from rows and lengths on the device."""
         if forward_batch.forward_mode.is_decode():
             dispatch_step(
                 self._splits.of(self._batch)[0],
@@ -148,6 +150,10 @@ class TangramCudaBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         **kwargs,
     ) -> torch.Tensor:
+        """One token a row, q [B, HQ * D] and k, v [B, H, D] after RoPE; returns [B, HQ * D].
+
+        ``sinks``: [HQ], logits that take part in the softmax and carry no value.
+        """
         require_own_kv(layer, k, save_kv_cache, kwargs)
         q, k, v = _by_head(q, k, v, layer)
         out = q.new_empty(q.shape)
@@ -181,6 +187,7 @@ class TangramCudaBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         **kwargs,
     ) -> torch.Tensor:
+        """New tokens of all rows, row by row, q [T, HQ * D] and k, v [T, H, D]; returns [T, HQ * D]."""
         require_own_kv(layer, k, save_kv_cache, kwargs)
         q, k, v = _by_head(q, k, v, layer)
         out = q.new_empty(q.shape)

@@ -28,7 +28,15 @@ class LayerHeads:
 
 @dataclass(frozen=True, slots=True)
 class KindHeads:
-    """All heads of one kind of groups, layer by layer; for full attention: global head order."""
+    """All heads of one kind of groups, layer by layer; for full attention: global head order.
+
+    Attributes:
+        kind: the run of groups.
+        groups, columns: [H] int64, group (of all kinds) and column of each head.
+        offset, ring_offset: [G] int64, first table entry of the sealed pages and of the ring of each
+            group of the kind.
+        kept: [G] int64, K of each group of the kind.
+    """
 
     kind: Kind
     groups: torch.Tensor

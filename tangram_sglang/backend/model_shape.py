@@ -13,7 +13,10 @@ def model_shape(model: nn.Module) -> ModelShape:
     layers.sort(key=lambda layer: layer.layer_id)
     ids = [layer.layer_id for layer in layers]
     if len(set(ids)) < len(ids):
-        raise TangramError("tangram does not support models whose layers share one KV cache")
+        raise TangramError(
+            "tangram does not support models whose layers share one KV cache; serve it with another "
+            "--attention-backend"
+        )
     return ModelShape(tuple(_layer_shape(layer) for layer in layers))
 
 

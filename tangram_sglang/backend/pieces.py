@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tangram_sglang.errors import TangramError
 from tangram_sglang.kernels.records import Piece
 from tangram_sglang.plan.layout import KVLayout
 from tangram_sglang.pool.row import Step
@@ -77,7 +76,7 @@ def _spared(old: np.ndarray, taken: np.ndarray, spare: range) -> tuple[np.ndarra
     read[old] = True
     lost = taken[read[taken]]
     if len(lost) > len(spare):
-        raise TangramError(
+        raise RuntimeError(
             f"a step overwrites {len(lost)} pages that it still reads, the pool has "
             f"{len(spare)} spare ones"
         )

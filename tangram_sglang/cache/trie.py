@@ -1,4 +1,6 @@
-"""The window trie: which prefixes lie in the pool, who uses them, what goes first (design 8).
+"""The window trie: which prefixes lie in the pool, who uses them, what goes first.
+
+docs/design.md (Prefix reuse) says why.
 
 Nothing ever splits: an edge is a whole window or a whole page. Pages enter by changing owner and
 leave through ``release``; the trie itself copies and writes nothing.

@@ -19,6 +19,7 @@ from tangram_sglang.calib.shares import SCOPES
 from tangram_sglang.calib.stages import Stage, run_stages, stages, tokens_left
 from tangram_sglang.calib.targets import check_beside, check_targets, gates_path, plan_path
 from tangram_sglang.cli.folders import check_folder
+from tangram_sglang.cli.hugging_face import load_config
 from tangram_sglang.cli.retention import retention
 from tangram_sglang.cli.server import (
     LOOPBACK,
@@ -63,13 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--alpha",
         type=float,
         default=2.0,
-        help="budgets are mean + ALPHA standard deviations of a head's share (%(default)s)",
+        help="budgets are mean + ALPHA standard deviations of a head's share (%(default)s); without effect "
+        "on those from `error`",
     )
     parser.add_argument(
         "--scope",
         choices=SCOPES,
         default="global",
-        help="take a window's top tokens over all heads, or layer by layer (%(default)s)",
+        help="share out a window's tokens over all heads, or layer by layer (%(default)s)",
     )
     parser.add_argument(
         "--budgets-from",
@@ -143,7 +145,7 @@ def _calibrate(arguments: argparse.Namespace, log: Path) -> list[Path]:
     settings = Settings(retention=1.0, window=arguments.window)
     rule = WindowRule(settings.window, settings.recent, settings.page, settings.sinks)
     own = None if arguments.texts is None else texts.texts_in(arguments.texts)
-    tokenizer, config = _load(arguments.model)
+    tokenizer, config = load_config(arguments.model)
     gates = None if arguments.gates is None else load_gates(arguments.gates, config)
     profiles = arguments.budgets_from
     chosen, prompts = texts.calibration_prompts(
@@ -259,18 +261,6 @@ def _check(arguments: argparse.Namespace) -> None:
             f"--gates {arguments.gates}: scorer {arguments.select} reads none; drop it, or --select one "
             "that does"
         )
-
-
-def _load(model: str):
-    """Tokenizer and text config of a model."""
-    from transformers import AutoConfig, AutoTokenizer
-
-    try:
-        config = AutoConfig.from_pretrained(model).get_text_config()
-        return AutoTokenizer.from_pretrained(model), config
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise TangramError(f"--model {model} cannot be loaded: {reason}") from None
 
 
 def _server(arguments: argparse.Namespace, live: Path) -> tuple[list[str], dict[str, str]]:

@@ -63,11 +63,11 @@ def _facts(plan: PlanFile, layout: KVLayout) -> str:
     made, picked = plan.calibration, plan.selection
     files = (picked.scorer, picked.stats_file, picked.gates_file)
     mean = sum(plan.budgets) / len(plan.budgets)
-    # budgets that minimise an error know neither
-    shares = f", scope {made.scope}, alpha {made.alpha:g}" if made.scorers != [ERROR] else ""
+    # alpha has no part in budgets that minimise an error
+    alpha = f", alpha {made.alpha:g}" if made.scorers != [ERROR] else ""
     lines = {
         "model": plan.model.id,
-        "budgets from": f"{' + '.join(made.scorers)}{shares}",
+        "budgets from": f"{' + '.join(made.scorers)}, scope {made.scope}{alpha}",
         "calibrated": f"retention {made.retention:g}, {made.samples} windows of {made.window} tokens, "
         f"corpus {made.corpus_hash[:12]}, tangram_sglang {plan.tool_version}",
         "picked by": ", ".join(name for name in files if name),

@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from tangram_sglang.cli.folders import check_folder
+from tangram_sglang.cli.hugging_face import load_config, not_loaded
 from tangram_sglang.errors import TangramError
 
 
@@ -54,13 +55,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     from tangram_sglang.calib import gate_contexts, gate_fit, kvzip
     from tangram_sglang.calib.gate_work import Recipe, Work
-    from tangram_sglang.calib.texts import corpus, corpus_hash
+    from tangram_sglang.calib.texts import corpus, corpus_hash, texts_in
     from tangram_sglang.plan.file import config_hash
     from tangram_sglang.plan.model_config import model_config
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer, config = _load_config(arguments.model)
-    texts = gate_contexts.folder_texts(arguments.texts) if arguments.texts else corpus()
+    tokenizer, config = load_config(arguments.model)
+    texts = texts_in(arguments.texts) if arguments.texts else corpus()
     contexts = gate_contexts.contexts(texts, tokenizer, arguments.samples)
     recipe = Recipe(
         model=Path(arguments.model).resolve().name,
@@ -166,17 +167,6 @@ def _finish(out, layers, config, recipe, work) -> None:
     print(f"{out.stat().st_size} bytes", file=sys.stderr)
 
 
-def _load_config(model: str):
-    """Tokenizer and text config of a model."""
-    from transformers import AutoConfig, AutoTokenizer
-
-    try:
-        config = AutoConfig.from_pretrained(model).get_text_config()
-        return AutoTokenizer.from_pretrained(model), config
-    except (OSError, ValueError) as error:
-        raise _not_loaded(model, error) from None
-
-
 def _load_model(model: str, device: str):
     """The decoder without its output head; its attention hands out weights."""
     import torch
@@ -188,10 +178,5 @@ def _load_model(model: str, device: str):
             model, dtype=dtype, attn_implementation="eager"
         ).base_model
     except (OSError, ValueError) as error:
-        raise _not_loaded(model, error) from None
+        raise not_loaded(model, error) from None
     return found.to(device).eval()
-
-
-def _not_loaded(model: str, error: Exception) -> TangramError:
-    reason = str(error).splitlines()[0]
-    return TangramError(f"--model {model} cannot be loaded: {reason}")

@@ -1,4 +1,4 @@
-"""From budgets to K[g]: entries that each head of a group keeps of every window (design 3, 4)."""
+"""From budgets to K[g]: entries that each head of a group keeps of every window."""
 
 from collections.abc import Sequence
 

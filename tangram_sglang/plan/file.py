@@ -1,4 +1,4 @@
-"""The plan file: calibrated budgets of one model for one retention (design 4).
+"""The plan file: calibrated budgets of one model for one retention.
 
 Readable JSON. Grouping and counts are computed from it at load and never stored. Query
 statistics lie in a safetensors file beside it, named by ``selection.stats_file``.
@@ -39,7 +39,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         scorers: profiles whose mean budgets these are.
         scope: ``global`` or ``layer``, over which heads the top share of a window was taken.
         retention: rho, share of tokens kept.
-        alpha: budgets are min(1, mean + alpha * spread).
+        alpha: budgets are min(1, mean + alpha * spread); of profile ``error`` it has no part in them.
         window: W, tokens per window.
         samples: windows measured.
         corpus_hash: sha256 of the calibration texts.

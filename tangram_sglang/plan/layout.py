@@ -97,7 +97,10 @@ class KVLayout:
         # more columns than heads would only be padding
         per_group = min(per_group, len(heads))
         if len(budgets) != len(heads):
-            raise TangramError(f"{len(budgets)} budgets for {len(heads)} KV heads")
+            raise TangramError(
+                f"{len(budgets)} budgets for {len(heads)} KV heads, expected one for each; calibrate this "
+                "model"
+            )
         budget_of = dict(zip(heads, budgets, strict=True))
         cut = group_heads(heads, budgets, per_group, grouping)
         tops = [max(budget_of[head] for head in group) for group in cut]

@@ -47,6 +47,7 @@ class ModelShape:
 
     @property
     def head_dim(self) -> int:
+        """d, the same in all layers."""
         return self.layers[0].head_dim
 
     @property

@@ -22,7 +22,10 @@ def split_counts(shares: np.ndarray, programs: float) -> np.ndarray:
     """
     shares = np.asarray(shares, dtype=np.float64)
     if shares.ndim != 1 or not len(shares) or (shares < 0).any() or not programs > 0:
-        raise ValueError(f"split map of shares {shares} over {programs} programs")
+        raise ValueError(
+            f"split map of shares {shares} over {programs} programs, expected one share or more, none "
+            "below 0, and programs above 0"
+        )
     total = shares.sum()
     if total == 0:
         return np.ones(len(shares), dtype=np.int64)

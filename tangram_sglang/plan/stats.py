@@ -41,11 +41,14 @@ def load_query_stats(
     expected = {"mean": (heads, ratio, dim), "diagonal": (heads, ratio, dim)}
     for name in TENSORS:
         if name not in tensors:
-            raise TangramError(f"query statistics {path}: tensor {name} is missing")
+            raise TangramError(
+                f"query statistics {path}: tensor {name} is missing, expected {', '.join(TENSORS)}; "
+                "calibrate again"
+            )
         if name in expected and tuple(tensors[name].shape) != expected[name]:
             raise TangramError(
                 f"query statistics {path}: {name} has shape {tuple(tensors[name].shape)}, "
-                f"expected {expected[name]}"
+                f"expected {expected[name]}; calibrate this model"
             )
     scaling = torch.tensor(shape.scalings)
     mean, factor, diagonal = (tensors[name].float().to(device) for name in TENSORS[:3])

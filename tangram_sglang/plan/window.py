@@ -1,4 +1,4 @@
-"""How a request's tokens fall into sealed windows and a raw tail (design 3).
+"""How a request's tokens fall into sealed windows and a raw tail (docs/design.md).
 
     0          W         2W    ...   sW                n
     | window 0 | window 1 | ... | s-1 |    raw tail     |
@@ -19,6 +19,10 @@ class WindowRule:
     """W, R, P and the sinks; all in tokens.
 
     Attributes:
+        window: W, tokens that are sealed together; a multiple of P.
+        recent: R, tokens that must follow a window before it is sealed.
+        page: P, tokens per page.
+        sinks: first tokens of a request that every head keeps; at most P.
         shares: whether the state is a function of the tokens, so that requests can share it.
     """
 

@@ -73,7 +73,7 @@ class Driver:
 
     def on_run_batch(self, batch) -> None:
         self._last_progress = self.index
-        mode, chunked = batch.forward_mode, self.scheduler.chunked_req
+        mode = batch.forward_mode
         one = [1] * len(batch.reqs)
         decode = mode.is_decode()
         self.batches.append(
@@ -85,7 +85,6 @@ class Driver:
                     (batch.seq_lens_cpu - 1).tolist() if decode else batch.prefix_lens
                 ),
                 new_tokens=tuple(one if decode else batch.extend_lens),
-                chunked_rid=chunked.rid if chunked is not None else None,
             )
         )
 

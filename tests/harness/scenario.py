@@ -37,7 +37,6 @@ class Output:
     rid: str
     prompt_ids: list[int]
     output_ids: list[int] = field(default_factory=list)
-    token_steps: list[int] = field(default_factory=list)  # loop iteration that sent the token
     finish_reason: dict | None = None  # as in the API: {"type": "length" | "stop" | "abort", ...}
     finish_step: int | None = None
     cached_tokens: int = 0
@@ -60,7 +59,6 @@ class BatchRecord:
     rids: tuple[str, ...]
     prefix_lens: tuple[int, ...]
     new_tokens: tuple[int, ...]
-    chunked_rid: str | None  # the request that has more chunks to come
 
     @property
     def extend_rids(self) -> tuple[str, ...]:

@@ -82,9 +82,7 @@ def tokenized(req: Req, prompt_ids: list[int], vocab_size: int):
 
 def absorb(out: Output, batch, i: int, step: int) -> None:
     """Add entry ``i`` of a BatchTokenIDOutput to what this request has sent so far."""
-    new = list(batch.output_ids[i])
-    out.output_ids += new
-    out.token_steps += [step] * len(new)
+    out.output_ids += batch.output_ids[i]
     out.cached_tokens = batch.cached_tokens[i]
     out.retractions = batch.retraction_counts[i]
     if batch.finished_reasons[i] is not None:

@@ -11,16 +11,15 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 def run(world: World, sinks=None, chosen=None, count=0):
-    from tangram_sglang.kernels.prefill import config, prefill_attention, tile_tokens
+    from tangram_sglang.kernels.prefill import config_for, prefill_attention
     from tangram_sglang.kernels.prefill_split import Split
     from tangram_sglang.kernels.records import prefill_tiles
 
-    size = tile_tokens(world.dim, world.ratio, world.dtype, chosen)
-    tiles = prefill_tiles(world.pieces, world.rule, size, world.kind.sliding_window)
+    rows = (chosen or config_for(world.dim, world.dtype)).rows
+    tiles = prefill_tiles(world.pieces, world.rule, rows // world.ratio, world.kind.sliding_window)
     out = torch.full_like(world.q, torch.nan)
     split = None
     if count:
-        rows = (chosen or config(world.dim, world.ratio, world.dtype)).rows
         parts = len(tiles) * world.heads * count
         poisoned = [
             torch.full((n,), torch.nan, device=DEVICE)
@@ -236,17 +235,17 @@ GPU_CASES = {
 )
 @pytest.mark.parametrize("case", GPU_CASES.values(), ids=GPU_CASES)
 def test_compiled(case, dtype):
-    from tangram_sglang.kernels.prefill import config
+    from tangram_sglang.kernels.prefill import config_for
 
     case = {"rule": WindowRule(256, 64, 16, 4), **case}
     world = World(**case, dtype=dtype)
     expected = reference(world)
     sinks = torch.linspace(-3, 4, world.heads * world.ratio, device=DEVICE)
     # the kernel that is chosen here, and the one for every other GPU
-    for chosen in (None, config(world.dim, world.ratio, dtype)):
+    for chosen in (None, config_for(world.dim, dtype)):
         error = relative_error(run(world, chosen=chosen), expected)
         assert error < TOLERANCE[dtype], (chosen, error)
-    chosen = config(world.dim, world.ratio, dtype)
+    chosen = config_for(world.dim, dtype)
     error = relative_error(run(world, sinks), run(world, sinks, chosen))
     assert error < TOLERANCE[dtype], error
     if world.kind.sliding_window is None:

@@ -1,6 +1,6 @@
-"""A slow model with a compressed past: design section 3 read literally, on Hugging Face modules.
+"""A slow model with a compressed past: docs/design.md read literally, on Hugging Face modules.
 
-Shares no code with tangram_sglang: it takes W, R, the sinks, the kept counts and the heads of each
+Shares no code with what serves: it takes W, R, the sinks, the kept counts and the heads of each
 group from a KVLayout as plain numbers, and does everything else by itself.
 """
 

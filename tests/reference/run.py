@@ -1,4 +1,4 @@
-"""One request with a compressed past (design section 3).
+"""One request with a compressed past (docs/design.md).
 
     query at position p    j = max(0, (p - R) // W) windows are sealed for it
     it sees, in one head   the kept positions of windows 0 .. j-1, and every token from jW to p
