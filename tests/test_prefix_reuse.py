@@ -188,7 +188,7 @@ def test_dfs_weight_admits_users_of_a_document_one_after_the_other(folder):
 
 def test_a_forced_miss_computes_all_and_answers_the_same(folder):
     document = random_tokens(150, seed=1)
-    requests = [Req(document, 20, rid="first"), Req(document + [9], 20, rid="again", after="first")]
+    requests = [Req(document, 20, rid="first"), Req([*document, 9], 20, rid="again", after="first")]
     plain = serve(folder, requests)
     missed = serve(folder, requests, env={**TINY_ENV, "SGLANG_RADIX_FORCE_MISS": "1"})
     assert plain["again"].cached_tokens > 0 and missed["again"].cached_tokens == 0
