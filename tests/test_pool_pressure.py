@@ -173,3 +173,10 @@ def test_a_pool_for_just_one_request_with_sliding_layers_serves_shorter_ones(tmp
     ]
     result = serve(gemma, requests, env=ENV, max_total_tokens=32)
     assert all(out.output_ids for out in result.outputs.values())
+
+
+def test_an_empty_prompt_is_refused_and_the_server_goes_on(folder):
+    requests = [Req([], 5, rid="empty"), Req([9, 10], 5, rid="next", arrive=2)]
+    result = serve(folder, requests)
+    assert result["empty"].finish_reason["type"] == "abort"
+    assert len(result["next"].output_ids) == 5

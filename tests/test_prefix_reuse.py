@@ -167,3 +167,29 @@ def test_namespaces_share_nothing(folder):
         rid: 148 if rid in again else 0 for rid in of_namespace
     }
     assert len({tuple(tokens) for tokens in result.tokens.values()}) == 1
+
+
+def test_dfs_weight_admits_users_of_a_document_one_after_the_other(folder):
+    """Two documents in the cache, users of both in turn: first those of the one with more users."""
+    documents = {name: random_tokens(200, seed=i) for i, name in enumerate("xy")}
+    requests = [Req(document, 4, rid=f"{name}-") for name, document in documents.items()]
+    requests += [
+        # all wait when both documents have been read
+        Req(documents[name] + random_tokens(9, seed=20 + i), 4, rid=f"{name}{i}-", after="y-")
+        for i, name in enumerate("xyxyy")
+    ]
+    requests.append(Req(random_tokens(20, seed=40), 4, rid="alone", after="y-"))
+    plain = serve(folder, requests)
+    result = serve(folder, requests, schedule_policy="dfs-weight")
+    assert result.tokens == plain.tokens
+    order = list(dict.fromkeys(rid for batch in result.batches for rid in batch.rids))
+    assert [rid[0] for rid in order] == list("xyyyyxxa")
+
+
+def test_a_forced_miss_computes_all_and_answers_the_same(folder):
+    document = random_tokens(150, seed=1)
+    requests = [Req(document, 20, rid="first"), Req([*document, 9], 20, rid="again", after="first")]
+    plain = serve(folder, requests)
+    missed = serve(folder, requests, env={**TINY_ENV, "SGLANG_RADIX_FORCE_MISS": "1"})
+    assert plain["again"].cached_tokens > 0 and missed["again"].cached_tokens == 0
+    assert missed.tokens == plain.tokens

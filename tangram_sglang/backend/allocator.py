@@ -31,9 +31,11 @@ class TangramAllocator(BaseTokenToKVPoolAllocator):
         sliding_window_size: int | None,
         chunk_size: int | None,
     ) -> int | None:
-        """Output that fits beside the prompt in an empty pool; None if not even a token does."""
+        """Output that fits beside the prompt in an empty pool; None, which aborts the request, if not
+        even a token does. And if there is no prompt: the tokenizer may make no token of a text.
+        """
         room = self._pool.size - input_tokens
-        return min(max_new_tokens, room) if room > 0 else None
+        return min(max_new_tokens, room) if room > 0 and input_tokens > 0 else None
 
     def check_decode_capacity(
         self, *, num_tokens: int, tree_cache, requests=None, spec_algorithm=None

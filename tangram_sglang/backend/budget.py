@@ -3,6 +3,7 @@
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
 from tangram_sglang.backend.kv_pool import TangramKVPool
+from tangram_sglang.cache.node import Prefix
 from tangram_sglang.pool.row import Row
 
 
@@ -54,12 +55,15 @@ class TangramPrefillBudget(PrefillBudget):
     ) -> tuple[bool, int | None]:
         """Whether prompt and output fit whole; a chunk is never cut for want of memory."""
         # SGLang matches a request right before it checks it, and has locked the match by now
-        prefix, windows = self._pool.candidate, len(self._pool.candidate.windows)
-        if prefix.tokens != input_tokens - extend_input_len:
+        cached = input_tokens - extend_input_len
+        # with SGLANG_RADIX_FORCE_MISS a request starts at token 0, whatever was found
+        prefix = self._pool.candidate if cached else Prefix(0)
+        if prefix.tokens != cached:
             raise RuntimeError(
-                f"SGLang checks a request behind {input_tokens - extend_input_len} cached tokens, "
-                f"the last match has {prefix.tokens}"
+                f"SGLang checks a request behind {cached} cached tokens, the last match has "
+                f"{prefix.tokens}"
             )
+        windows = len(prefix.windows)
         floor = self._pool.plan.layout.rule.floor(input_tokens, windows)
         start = Row(input_tokens, prefix.tokens, floor, windows, prefix.tokens)
         rows, total = self._pool.rows, input_tokens + max_new_tokens

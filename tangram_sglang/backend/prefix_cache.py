@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 
 from tangram_sglang.backend.metrics import KVMetrics
-from tangram_sglang.cache.node import Prefix
+from tangram_sglang.cache.node import Node, Prefix
 from tangram_sglang.cache.store import PrefixStore
 
 
@@ -57,6 +57,14 @@ class TangramPrefixCache(BasePrefixCache):
 
     def root_node_handle(self, extra_key: str | None = None) -> Prefix:
         return Prefix(0)
+
+    @property
+    def root_node(self) -> Node:
+        """Where SGLang starts to walk the trie, for ``--schedule-policy dfs-weight``."""
+        return self.trie.top
+
+    def resolve_node_handle(self, node_handle: Prefix) -> Node:
+        return node_handle.nodes[-1] if node_handle.tokens else self.trie.top
 
     def reset(self) -> None:
         """Forget all prefixes; SGLang then clears rows and pages."""

@@ -37,6 +37,22 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "serve prefill and decode in one process",
     ),
     ("--enable-hierarchical-cache", lambda a: a.enable_hierarchical_cache, "drop the flag"),
+    (
+        "--hicache-storage-backend",
+        lambda a: a.hicache_storage_backend is not None,
+        "drop the flag",
+    ),
+    (
+        "--radix-eviction-policy",
+        lambda a: a.radix_eviction_policy != "lru",
+        "the tangram cache evicts what was least recently used: pass lru or drop the flag",
+    ),
+    (
+        "--kv-events-config",
+        lambda a: bool(a.kv_events_config),
+        "the tangram cache publishes no events: drop the flag",
+    ),
+    ("--swa-prefix-tails", lambda a: a.swa_prefix_tails is not None, "drop the flag"),
     ("--enable-lmcache", lambda a: a.enable_lmcache, "drop the flag"),
     ("--enable-flexkv", lambda a: a.enable_flexkv, "drop the flag"),
     (

@@ -36,9 +36,14 @@ class PrefixStore:
         Args:
             row: a live row with at least ``tokens`` stored.
             namespace: what must be equal beside the tokens.
-            tokens: the request's tokens from the start.
+            tokens: the request's tokens from the start. Where they end before the sealed windows do,
+                as with ``--strip-thinking-cache``, the row has no raw tail of them.
         """
-        windows = self._publish_windows(row, namespace, tokens)
+        state, rule = self._rows.live[row], self._layout.rule
+        sealed, whole = rule.sealed(state.n, state.floor), len(tokens) // rule.window
+        windows = self._publish_windows(row, min(sealed, whole), namespace, tokens)
+        if whole < sealed:
+            return Prefix(whole * rule.window, tuple(windows))
         return self._publish_tail(row, windows, namespace, tokens)
 
     def check(self) -> None:
@@ -54,11 +59,11 @@ class PrefixStore:
                 f"{ledger.num_pages} pages"
             )
 
-    def _publish_windows(self, row, namespace, tokens) -> list[Node]:
+    def _publish_windows(self, row, count: int, namespace, tokens) -> list[Node]:
         rows, size = self._rows, self._layout.rule.window
         state = rows.live[row]
         node, nodes = self.trie.root(namespace), []
-        for j in range(self._layout.rule.sealed(state.n, state.floor)):
+        for j in range(count):
             node = self.trie.add(node, tuple(tokens[j * size : (j + 1) * size]), True)
             nodes.append(node)
             if j >= state.cached_windows:

@@ -17,7 +17,7 @@ from tangram_sglang.plan.window import WindowRule
 
 
 class WindowTrie:
-    """One tree per namespace over one pool.
+    """One tree per namespace over one pool; ``top`` has the root of each.
 
     Args:
         rule: windows, recent tokens and pages.
@@ -35,7 +35,7 @@ class WindowTrie:
 
     def clear(self) -> None:
         """Forget everything without releasing it: the owner of the pages has taken all back."""
-        self._roots: dict[Hashable, Node] = {}
+        self.top = Node(None, (), False, 0)
         # least recently used first; has every unlocked leaf, and nodes that no longer are one
         self._leaves: list[tuple[int, int, Node]] = []
         self.unlocked_pages = 0
@@ -43,9 +43,9 @@ class WindowTrie:
 
     def root(self, namespace: Hashable) -> Node:
         """The empty prefix of ``namespace``; made on first use."""
-        if namespace not in self._roots:
-            self._roots[namespace] = Node(None, (), False, 0)
-        return self._roots[namespace]
+        if namespace not in self.top.children:
+            self.top.children[namespace] = Node(None, (), False, 0)
+        return self.top.children[namespace]
 
     def match(self, namespace: Hashable, tokens: Sequence[int], limit: int) -> Prefix:
         """The state to start from: the longest exact one, or the branch, whichever is longer.
@@ -59,7 +59,7 @@ class WindowTrie:
             tokens: the whole prompt.
             limit: most tokens to match.
         """
-        if namespace not in self._roots:
+        if namespace not in self.top.children:
             return Prefix(0)
         spine = [self.root(namespace)]
         while child := self._child(spine[-1], tokens, limit, True):
@@ -144,12 +144,13 @@ class WindowTrie:
             self._queue(node.parent)
             emptied |= node.parent.parent is None and not node.parent.children
         if emptied:
-            self._roots = {name: root for name, root in self._roots.items() if root.children}
+            roots = self.top.children
+            self.top.children = {name: root for name, root in roots.items() if root.children}
         return released
 
     def nodes(self) -> list[Node]:
         """All nodes but the roots."""
-        found, todo = [], list(self._roots.values())
+        found, todo = [], list(self.top.children.values())
         while todo:
             children = list(todo.pop().children.values())
             found += children

@@ -133,12 +133,17 @@ class PoolMachine(RuleBasedStateMachine):
         self._publish(self._any_row(data))
 
     @precondition(lambda self: self.rows.live)
-    @rule(data=st.data(), how=st.sampled_from(["finish", "finish", "abort", "retract"]))
+    @rule(data=st.data(), how=st.sampled_from(["finish", "finish", "strip", "abort", "retract"]))
     def leave(self, data, how):
-        """A finished request publishes; a retracted one does not, and comes back with its text."""
+        """A finished request publishes; a retracted one does not, and comes back with its text.
+
+        With --strip-thinking-cache it publishes its prompt alone.
+        """
         row = self._any_row(data)
         if how == "finish":
             self._publish(row)
+        if how == "strip":
+            self._publish(row, self.rows.live[row].prompt)
         if how == "retract":
             self.retracted.append(self.texts[row])
         self._close(row)
@@ -158,6 +163,7 @@ class PoolMachine(RuleBasedStateMachine):
     def books_are_right(self):
         if hasattr(self, "store"):
             self.store.check()
+            assert all(len(x.key) == 16 for x in self.store.trie.nodes() if x.is_window)
 
     @property
     def _unpromised(self) -> int:
@@ -191,9 +197,9 @@ class PoolMachine(RuleBasedStateMachine):
         self._write(row, partial)
         self._read(row)
 
-    def _publish(self, row):
+    def _publish(self, row, limit=300):
         if self.rows.live[row].n:
-            text = self.texts[row][: self.rows.live[row].n]
+            text = self.texts[row][: min(self.rows.live[row].n, limit)]
             prefix = self.store.publish(row, None, text)
             self._relock(row, prefix)
             self._read(row)

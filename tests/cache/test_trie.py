@@ -116,9 +116,9 @@ def test_namespaces_share_nothing():
     pool.publish(TOKENS[:60], namespace="a")
     assert pool.match(TOKENS[:60], namespace="b").tokens == 0
     # a namespace that holds nothing takes no memory
-    assert list(pool.trie._roots) == ["a"]
+    assert list(pool.trie.top.children) == ["a"]
     pool.trie.evict(10**6)
-    assert not pool.trie._roots
+    assert not pool.trie.top.children
 
 
 def test_eviction_takes_least_recently_used_leaves_first_and_never_what_is_locked():
