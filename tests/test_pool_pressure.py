@@ -180,3 +180,25 @@ def test_an_empty_prompt_is_refused_and_the_server_goes_on(folder):
     result = serve(folder, requests)
     assert result["empty"].finish_reason["type"] == "abort"
     assert len(result["next"].output_ids) == 5
+
+
+def test_what_another_request_sealed_of_a_prompt_that_is_read_raw_is_in_nobodys_way(folder):
+    """The raw tail of the prompt passes the border of a window, and the first answer seals that.
+
+    Who starts from the tail does not read the window's pages. Had it pinned them, two would not fit
+    into a pool for 476 tokens, and nor would v2, ever, with nothing else running.
+    """
+    document = random_tokens(396, seed=1)
+    requests = [
+        *(Req(document, 0, rid="first"), Req(document, 40, rid="u0-", after="first")),
+        *(Req(document, 40, rid="u1-", after="first"), Req(document, 40, rid="v1-", after="u0-")),
+        Req([*document, 9], 60, rid="v2-", after="v1-"),
+    ]
+    env = {**ENV, "TANGRAM_RETENTION": "0.3", "TANGRAM_WINDOW": "64", "TANGRAM_RECENT": "32"}
+    env |= {"TANGRAM_PAGE": "4", "TANGRAM_POOL_BYTES": "100000"}
+    result = serve(folder, requests, env=env, chunked_prefill_size=64)
+    ends = {rid: len(out.output_ids) for rid, out in result.outputs.items()}
+    assert ends == {"first": 0, "u0-": 40, "u1-": 40, "v1-": 40, "v2-": 60}
+    assert all(out.finish_reason["type"] == "length" for out in result.outputs.values())
+    assert result["u0-"].cached_tokens == 392
+    assert_reserved_exactly(result)

@@ -25,7 +25,9 @@ class Node:
         pages: ids of the pages the node owns, [pages] int32; empty for a window not sealed yet.
         tokens: length of the prefix up to and with this node.
         children: by kind of edge and its tokens.
-        locks: requests that stand on this node.
+        locks: requests that stand on this node: it stays in the tree.
+        readers: those of them that read its pages: they stay, too. Fewer than ``locks`` where a raw
+            tail passes a window that another request sealed.
         used: value of the trie's clock when the node was last matched, locked or made.
         queued: whether the trie's queue of leaves has an entry of it.
         id: owner id in the ledger, below 0.
@@ -40,6 +42,7 @@ class Node:
         "pages",
         "parent",
         "queued",
+        "readers",
         "tokens",
         "used",
     )
@@ -53,6 +56,7 @@ class Node:
         self.tokens = len(key) + (parent.tokens if parent else 0)
         self.children: dict[tuple[bool, Tokens], Node] = {}
         self.locks = 0
+        self.readers = 0
         self.used = 0
         self.queued = False
 
@@ -65,7 +69,8 @@ class Prefix:
         tokens: length.
         windows: nodes of the sealed windows, first to last.
         tail: nodes of the raw pages behind them, first to last.
-        spine: nodes of windows not sealed that the tail passes.
+        spine: nodes of windows that the tail passes; it reads their tokens raw, whether or not
+            somebody has sealed them.
         given_up: tokens that the cache holds behind these and that are computed again, because too
             few of them are raw.
     """
@@ -78,8 +83,13 @@ class Prefix:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """Everything the state needs; each node once, parents before children."""
+        """All nodes the state stands on; each once, parents before children."""
         return (*self.windows, *self.spine, *self.tail)
+
+    @property
+    def read(self) -> tuple[Node, ...]:
+        """Those whose pages it reads."""
+        return (*self.windows, *self.tail)
 
     def sole_from(self, page: int) -> int:
         """Token from which on one lock, the asker's, is all that holds the tail.

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tangram_sglang.cache.node import Node, Prefix, Tokens
+from tangram_sglang.cache.node import NO_PAGES, Node, Prefix, Tokens
 from tangram_sglang.plan.window import WindowRule
 
 
@@ -102,17 +102,19 @@ class WindowTrie:
         if len(node.pages):
             raise RuntimeError(f"the node up to token {node.tokens} has pages already")
         node.pages = pages
-        if node.locks:
+        if node.readers:
             self.locked_pages += len(pages)
         else:
             self.unlocked_pages += len(pages)
 
     def lock(self, prefix: Prefix) -> None:
-        """Keep everything ``prefix`` needs; counted."""
+        """Keep the nodes ``prefix`` stands on, and the pages it reads; counted."""
         for node in prefix.nodes:
-            if node.locks == 0:
-                self._move(node, +1)
             node.locks += 1
+        for node in prefix.read:
+            if node.readers == 0:
+                self._move(node, +1)
+            node.readers += 1
         self._touch(prefix.nodes)
 
     def unlock(self, prefix: Prefix) -> None:
@@ -121,12 +123,18 @@ class WindowTrie:
             if node.locks == 0:
                 raise RuntimeError(f"the node up to token {node.tokens} is not locked")
             node.locks -= 1
-            if node.locks == 0:
+            self._queue(node)
+        for node in prefix.read:
+            node.readers -= 1
+            if node.readers == 0:
                 self._move(node, -1)
-                self._queue(node)
 
     def evict(self, pages: int) -> int:
-        """Release least recently used leaves until ``pages`` pages are free; pages released."""
+        """Make ``pages`` pages free, least recently used leaves first; pages released.
+
+        Where leaves do not suffice, windows that raw tails pass and nobody reads give theirs; the
+        nodes stay, as they were before somebody sealed them.
+        """
         released, emptied = 0, False
         while self._leaves and released < pages:
             used, _, node = heapq.heappop(self._leaves)
@@ -137,12 +145,16 @@ class WindowTrie:
                 self._queue(node)
                 continue
             del node.parent.children[node.is_window, node.key]
-            if len(node.pages):
-                self.unlocked_pages -= len(node.pages)
-                released += len(node.pages)
-                self._release(node.pages, node.id)
+            released += self._strip(node)
             self._queue(node.parent)
             emptied |= node.parent.parent is None and not node.parent.children
+        if released < pages and self.unlocked_pages:
+            # no unlocked leaf is left, so whoever has pages without readers is passed by a tail
+            passed = [node for node in self.nodes() if len(node.pages) and not node.readers]
+            for node in sorted(passed, key=lambda node: (node.used, -node.id)):
+                if released >= pages:
+                    break
+                released += self._strip(node)
         if emptied:
             roots = self.top.children
             self.top.children = {name: root for name, root in roots.items() if root.children}
@@ -160,8 +172,8 @@ class WindowTrie:
     def check(self) -> None:
         """Counters and locks agree with the tree; RuntimeError with the numbers if not."""
         nodes = self.nodes()
-        locked = sum(len(x.pages) for x in nodes if x.locks)
-        unlocked = sum(len(x.pages) for x in nodes if not x.locks)
+        locked = sum(len(x.pages) for x in nodes if x.readers)
+        unlocked = sum(len(x.pages) for x in nodes if not x.readers)
         if (locked, unlocked) != (self.locked_pages, self.unlocked_pages):
             raise RuntimeError(
                 f"trie holds {locked} locked and {unlocked} unlocked pages, counts "
@@ -172,6 +184,11 @@ class WindowTrie:
                 raise RuntimeError(f"the leaf up to token {x.tokens} is out of eviction's sight")
             if any(child.locks > x.locks for child in x.children.values()):
                 raise RuntimeError(f"the node up to token {x.tokens} is locked less than below it")
+            if x.readers > (x.locks if len(x.pages) else 0):
+                raise RuntimeError(
+                    f"the node up to token {x.tokens} has {len(x.pages)} pages, {x.readers} readers "
+                    f"and {x.locks} locks"
+                )
 
     def _tail(self, spine, count: int, tokens, limit: int):
         """Raw page nodes behind ``count`` windows, and the window nodes they pass."""
@@ -209,6 +226,14 @@ class WindowTrie:
         if node.parent is not None and not (node.children or node.locks or node.queued):
             node.queued = True
             heapq.heappush(self._leaves, (node.used, -node.id, node))
+
+    def _strip(self, node: Node) -> int:
+        """Release the pages of a node that nobody reads; how many."""
+        pages, node.pages = node.pages, NO_PAGES
+        if len(pages):
+            self.unlocked_pages -= len(pages)
+            self._release(pages, node.id)
+        return len(pages)
 
     def _move(self, node: Node, sign: int) -> None:
         self.locked_pages += sign * len(node.pages)

@@ -141,6 +141,35 @@ def test_eviction_takes_least_recently_used_leaves_first_and_never_what_is_locke
     pool.check()
 
 
+def test_a_window_that_a_tail_passes_gives_its_pages_last_and_stays_where_it_is():
+    pool = Pool()
+    # window 0 whole and R raw tokens behind it, then another request seals that window
+    pool.publish(TOKENS[:12])
+    passing = pool.match(TOKENS[:12])
+    assert (len(passing.windows), len(passing.spine), passing.tokens) == (0, 1, 12)
+    pool.trie.lock(passing)
+    pool.publish(TOKENS[:21])
+    (window,) = passing.spine
+    assert len(window.pages) == 3 and window.readers == 0
+    pool.check()
+    rest = pool.trie.unlocked_pages - 3
+    assert pool.trie.evict(rest) == rest and len(window.pages) == 3
+    assert pool.trie.evict(1) == 3 and not len(window.pages)
+    pool.check()
+    # the tail is whole, and the window is sealed again as if for the first time
+    assert pool.match(TOKENS[:12]).nodes == passing.nodes
+    pool.publish(TOKENS[:21])
+    assert len(window.pages) == 3
+    reading = pool.match(TOKENS[:21])
+    pool.trie.lock(reading)
+    assert reading.windows[0] is window and window.readers == 1
+    assert pool.trie.evict(10**6) == 0
+    pool.trie.unlock(passing)
+    pool.trie.unlock(reading)
+    assert pool.trie.evict(10**6) > 0 and not pool.trie.nodes()
+    pool.check()
+
+
 class TrieMachine(RuleBasedStateMachine):
     """Publish, match, lock, unlock, evict and clear in any order."""
 
@@ -187,6 +216,7 @@ class TrieMachine(RuleBasedStateMachine):
             self.pool.check()
             for prefix in self.locked:
                 assert all(node.locks for node in prefix.nodes)
+                assert all(node.readers and len(node.pages) for node in prefix.read)
 
 
 TestTrie = TrieMachine.TestCase
