@@ -161,7 +161,7 @@ def test_workspace_follows_its_formula_and_has_a_cap():
         pieces = 2048 if readers == 1 else 3072
         assert held == 4 * (2112 + pieces) * readers * 4 * 129
         assert held < bound << 20
-        with pytest.raises(TangramError, match="lower --cuda-graph-max-bs"):
+        with pytest.raises(TangramError, match="lower --max-running-requests"):
             Workspace.build(1 << 20, *sizes, "cpu")
 
 
