@@ -47,7 +47,7 @@ from tangram_sglang.plan.stats import load_query_stats
 from tangram_sglang.plan.window import WindowRule
 from tangram_sglang.score import SCORERS, create_scorer
 from tangram_sglang.score.gate import Gates
-from tangram_sglang.settings import Settings
+from tangram_sglang.settings import GROUPINGS, Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--scope", choices=("global", "layer"), default="global")
     parser.add_argument("--alpha", type=float, default=2.0)
     parser.add_argument("--recent", type=int, help="R (the calibration's)")
-    parser.add_argument("--grouping", choices=("global", "layer"), default=Settings().grouping)
+    parser.add_argument("--grouping", choices=GROUPINGS, default=Settings().grouping)
     parser.add_argument("--group-heads", type=int, default=Settings().group_heads, help="H_p")
     parser.add_argument("--texts", type=int, default=len(ALL), help="documents (%(default)s)")
     parser.add_argument("--chats", type=int, default=16, help="chats about facts (%(default)s)")

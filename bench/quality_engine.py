@@ -1,4 +1,4 @@
-"""The design (`docs/design.md`) in one process: a Hugging Face model with a compressed past, several plans at once.
+"""docs/design.md in one process: a Hugging Face model with a compressed past, several plans at once.
 
 Serves no requests and saves no memory: K and V of every token stay, and what a head dropped is masked.
 The scorers are those that serve, and the kept counts come from a KVLayout; tests hold the result

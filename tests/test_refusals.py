@@ -25,6 +25,7 @@ FLAGS = [
     {"hicache_storage_backend": "file"},
     {"radix_eviction_policy": "lfu"},
     {"kv_events_config": '{"publisher": "zmq"}'},
+    {"swa_full_tokens_ratio": 0.5},
     {"swa_prefix_tails": 4},
     {"enable_lmcache": True},
     {"enable_streaming_session": True},

@@ -52,6 +52,11 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda a: bool(a.kv_events_config),
         "the tangram cache publishes no events: drop the flag",
     ),
+    (
+        "--swa-full-tokens-ratio",
+        lambda a: a._swa_full_tokens_ratio_explicitly_set,
+        "sliding-window layers get what their windows need: drop the flag",
+    ),
     ("--swa-prefix-tails", lambda a: a.swa_prefix_tails is not None, "drop the flag"),
     ("--enable-lmcache", lambda a: a.enable_lmcache, "drop the flag"),
     ("--enable-flexkv", lambda a: a.enable_flexkv, "drop the flag"),
