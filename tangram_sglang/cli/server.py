@@ -69,11 +69,18 @@ def cpu_environment(settings: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def free_port() -> int:
-    """A port of the loopback interface that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
+def reserve_port() -> socket.socket:
+    """A socket bound to a free port of the loopback interface; the port is ours until it is closed.
+
+    A server binds its port half a minute after it was chosen. A port that was only looked up may by
+    then belong to any process, be it as the near end of a connection. Linux gives the port of a
+    bound socket to nobody who asks for any port, yet lets a server that names it listen there:
+    both sides set SO_REUSEADDR and this one never listens.
+    """
+    reservation = socket.socket()
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reservation.bind((HOST, 0))
+    return reservation
 
 
 class Server:
@@ -83,7 +90,8 @@ class Server:
     """
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path):
-        self.port = free_port()
+        self._reservation = reserve_port()
+        self.port = self._reservation.getsockname()[1]
         self.url = f"http://{HOST}:{self.port}"
         self.log = log
         self.command = [
@@ -120,7 +128,7 @@ class Server:
         while not self._healthy():
             self.check_alive()
             if time.monotonic() - start > timeout_s:
-                raise ServerError(
+                raise self._error(
                     f"the server was not ready within {timeout_s:.0f} s: see {self.log}"
                 )
             time.sleep(0.5)
@@ -128,7 +136,7 @@ class Server:
 
     def check_alive(self) -> None:
         if self.end:
-            raise ServerError(self.end)
+            raise self._error(self.end)
 
     @property
     def end(self) -> str | None:
@@ -156,7 +164,7 @@ class Server:
         except Exception as error:
             if not expired.is_set():
                 raise
-            raise ServerError(f"no answer within {timeout_s:.0f} s: see {self.log}") from error
+            raise self._error(f"no answer within {timeout_s:.0f} s: see {self.log}") from error
         finally:
             timer.cancel()
 
@@ -170,6 +178,7 @@ class Server:
 
     def stop(self) -> None:
         """Asks the process group to end, then ends it; safe to call twice."""
+        self._reservation.close()
         if self._process is None:
             return
         try:
@@ -181,6 +190,12 @@ class Server:
             self._signal(signal.SIGKILL)
             self._process.wait()
             self._process = None
+
+    def _error(self, message: str) -> ServerError:
+        error = ServerError(message)
+        # shown under a traceback alone: whoever prints the message shows the log in its own way
+        error.add_note(f"--- last lines of {self.log}\n{self.log_tail()}\n---")
+        return error
 
     def _signal(self, number: int) -> None:
         # the process leads a session of its own, so its id is the group's
