@@ -58,6 +58,7 @@ def error_curves(
     gram: torch.Tensor,
     scaling: float,
     points: Sequence[int],
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Error of every head when ``points`` tokens of one window are kept, [H, len(points)] fp32.
 
@@ -71,19 +72,24 @@ def error_curves(
         gram: [H, rD, rD], see ``head_gram``.
         scaling: factor on q.k before the softmax.
         points: as ``grid`` gives them.
+        sinks: [HQ], logits that join each softmax without a value, or None.
     """
     heads, window = order.shape
     q = q.float().unflatten(1, (heads, -1)).permute(1, 2, 0, 3)  # [H, r, Q, D]
     k, v = k.float().transpose(0, 1), v.float().transpose(0, 1)  # [H, N, D]
     logits = torch.einsum("hrqd,hnd->hrqn", q, k) * scaling
     unseen = torch.arange(k.shape[1], device=k.device) > positions.to(k.device)[:, None]
-    weights = logits.masked_fill_(unseen, -torch.inf).softmax(dim=-1)
+    logits.masked_fill_(unseen, -torch.inf)
+    if sinks is None:
+        sinks = torch.full(logits.shape[:2], -torch.inf, device=k.device)
+    column = sinks.float().view(heads, -1, 1, 1).expand(*logits.shape[:3], 1)
+    weights, lost = torch.cat([logits, column], dim=-1).softmax(dim=-1).tensor_split([-1], dim=-1)
     full = torch.einsum("hrqn,hnd->hrqd", weights, v)
     chosen = start + order
     at = chosen[:, None, None, :].expand(*weights.shape[:3], -1)
     mine, values = weights.gather(-1, at), v.gather(1, chosen[..., None].expand(-1, -1, v.shape[2]))
     weights.scatter_(-1, at, 0.0)
-    mass, output = weights.sum(dim=-1), torch.einsum("hrqn,hnd->hrqd", weights, v)
+    mass, output = weights.sum(dim=-1) + lost[..., 0], torch.einsum("hrqn,hnd->hrqd", weights, v)
     errors, first = [], 0
     for point in points:
         part = mine[..., first:point]

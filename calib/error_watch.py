@@ -79,9 +79,12 @@ class ErrorWatch:
         layer.q.append(q[mine])
         layer.positions.append(positions[mine])
 
-    def context(self, layer_id: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    def context(
+        self, layer_id: int, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    ) -> None:
         """Keep K and V of the same tokens, [T, H, D], and measure the windows that they complete."""
         layer, rule = self._layers[layer_id], self._rule
+        layer.sinks = sinks
         layer.k.append(k)
         layer.v.append(v)
         before, layer.tokens = layer.tokens, layer.tokens + len(k)
@@ -111,7 +114,7 @@ class ErrorWatch:
         order = selection_order(self._selection.score(seen), seen.sinks)
         curves, power = error_curves(
             layer.q[0][span], layer.positions[0][span], k, v, start, order,
-            layer.gram, layer.shape.scaling, self._points,
+            layer.gram, layer.shape.scaling, self._points, layer.sinks,
         )  # fmt: skip
         return curves.cpu().numpy(), power.cpu().numpy()
 
@@ -129,6 +132,7 @@ class _Layer:
         self.shape = shape
         self.gram = head_gram(projection, shape.q_heads, shape.kv_heads)
         self.found: list[tuple[np.ndarray, np.ndarray]] = []
+        self.sinks: torch.Tensor | None = None
         self.forget()
 
     def forget(self) -> None:

@@ -92,10 +92,15 @@ class Observer:
             write_queries(self._out, self._shape, inv_freq, list(self._moments.values()))
 
     @torch.no_grad()
-    def context(self, layer_id: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Take the keys and values of the same tokens, [T, H, D] as the layer stores them."""
+    def context(
+        self, layer_id: int, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> None:
+        """Take the keys and values of the same tokens, [T, H, D] as the layer stores them.
+
+        ``sinks``: [HQ], logits that join each softmax of the layer without a value, or None.
+        """
         if self._errors is not None and layer_id in self._heads:
-            self._errors.context(layer_id, k, v)
+            self._errors.context(layer_id, k, v, sinks)
 
     def wants(self, layer_id: int) -> bool:
         """Every window is looked at."""

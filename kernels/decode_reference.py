@@ -1,7 +1,8 @@
 """Decode attention of one request over ragged entries, in plain PyTorch."""
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+
+from tangram_sglang.kernels.sink_reference import attend_with_sinks
 
 
 def decode_reference(
@@ -11,6 +12,7 @@ def decode_reference(
     lengths: torch.Tensor,
     page: int,
     scaling: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One query per head against the entries its KV head holds.
 
@@ -21,6 +23,7 @@ def decode_reference(
         lengths: [H] int64, entries that count in each line; at least 1.
         page: P.
         scaling: factor on q.k.
+        sinks: [HQ], logits that join each softmax without a value.
 
     Returns:
         [HQ, D] in q's type.
@@ -30,7 +33,9 @@ def decode_reference(
     mask = None
     if int(lengths.min()) < entries:
         mask = (torch.arange(entries, device=q.device) < lengths[:, None])[:, None]
-    out = scaled_dot_product_attention(
-        q[None], pool[rows][None], pool[rows + page][None], mask, scale=scaling
+    if sinks is not None:
+        sinks = sinks.view(heads, -1, 1)
+    out = attend_with_sinks(
+        q[None], pool[rows][None], pool[rows + page][None], mask, scaling, sinks
     )
     return out[0].flatten(0, 1)

@@ -1,8 +1,8 @@
 """Prefill attention of one request: every query in its own epoch, in plain PyTorch."""
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
+from tangram_sglang.kernels.sink_reference import attend_with_sinks
 from tangram_sglang.plan.window import WindowRule
 
 
@@ -16,6 +16,7 @@ def prefill_reference(
     rule: WindowRule,
     scaling: float,
     floor: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Full attention of KV heads that keep equally many entries of a window.
 
@@ -27,6 +28,7 @@ def prefill_reference(
         rule: windows and epochs.
         scaling: factor on q.k.
         floor: windows that even the first query sees sealed.
+        sinks: [H, r], logits that join each softmax without a value.
 
     Returns:
         [H, r, T, D].
@@ -48,7 +50,7 @@ def prefill_reference(
         causal = token <= query[:, None]
         mask = torch.cat([causal.new_ones(len(query), seen), causal], dim=1)
         part = q[:, :, q.shape[2] - (n1 - position) : q.shape[2] - (n1 - end)]
-        pieces.append(_attend(part, k, v, mask, scaling))
+        pieces.append(_attend(part, k, v, mask, scaling, sinks))
         position = end
     return torch.cat(pieces, dim=2)
 
@@ -59,6 +61,7 @@ def sliding_reference(
     raw_v: torch.Tensor,
     sliding_window: int,
     scaling: float,
+    sinks: torch.Tensor | None = None,
     tile: int = 512,
 ) -> torch.Tensor:
     """Sliding-window attention; a query sees itself and the ``sliding_window - 1`` before it.
@@ -66,6 +69,7 @@ def sliding_reference(
     Args:
         q: [H, r, T, D], the last T tokens.
         raw_k, raw_v: [H, M, D], the last M tokens; all that the queries see.
+        sinks: [H, r], logits that join each softmax without a value.
         tile: queries that share one mask.
     """
     pieces, past = [], raw_k.shape[1] - q.shape[2]
@@ -76,11 +80,12 @@ def sliding_reference(
         query = torch.arange(past + start, past + end, device=q.device)[:, None]
         mask = (token <= query) & (token > query - sliding_window)
         k, v = raw_k[:, first : past + end], raw_v[:, first : past + end]
-        pieces.append(_attend(q[:, :, start:end], k, v, mask, scaling))
+        pieces.append(_attend(q[:, :, start:end], k, v, mask, scaling, sinks))
     return torch.cat(pieces, dim=2)
 
 
-def _attend(q, k, v, mask, scaling) -> torch.Tensor:
+def _attend(q, k, v, mask, scaling, sinks) -> torch.Tensor:
     shape = (-1, q.shape[1], -1, -1)
     k, v = k[:, None].expand(shape), v[:, None].expand(shape)
-    return scaled_dot_product_attention(q, k, v, mask, scale=scaling)
+    sinks = None if sinks is None else sinks[:, :, None, None]
+    return attend_with_sinks(q, k, v, mask, scaling, sinks)

@@ -19,7 +19,7 @@ from tangram_sglang.plan.window import WindowRule
 from tangram_sglang.score import KeyDiff, Window
 from tests.harness import Req, run_scenario
 from tests.reference.model import final_hidden
-from tests.reference.tiny import random_tokens, save, tiny_llama
+from tests.reference.tiny import random_tokens, save, tiny_gpt_oss, tiny_llama
 
 W, R, SINKS, D, H, HQ = 32, 16, 4, 16, 3, 6
 RULE = WindowRule(W, R, 4, SINKS)
@@ -27,10 +27,10 @@ SHAPE = ModelShape(tuple(LayerShape(i, HQ, H, D, None, 0.3) for i in range(2)))
 FREQ = dict.fromkeys(range(2), torch.ones(D // 2, dtype=torch.float64))
 
 
-def by_the_formula(q, k, v, projection, window, scaling, kept):
+def by_the_formula(q, k, v, projection, window, scaling, kept, learnt=None):
     """One head by one, one query by one, in fp64: [H] at ``kept`` tokens of a window.
 
-    With ``kept`` None the difference to no output at all.
+    With ``kept`` None the difference to no output at all; ``learnt``: attention sinks, [HQ].
     """
     q, k, v = q.double(), k.double(), v.double()
     start, ratio, dim = window * W, q.shape[1] // k.shape[1], q.shape[2]
@@ -51,7 +51,10 @@ def by_the_formula(q, k, v, projection, window, scaling, kept):
                 outs = []
                 for gone in (set(), dropped):
                     places = [t for t in range(p + 1) if t not in gone]
-                    weights = (scaling * (k[places, head] @ q[p, i])).softmax(dim=0)
+                    logits = scaling * (k[places, head] @ q[p, i])
+                    if learnt is not None:
+                        logits = torch.cat([logits, learnt[i : i + 1].double()])
+                    weights = logits.softmax(dim=0)[: len(places)]
                     outs.append(weights @ v[places, head])
                 columns = projection[:, i * dim : (i + 1) * dim].double()
                 difference += columns @ (outs[1] - outs[0] if kept is not None else outs[0])
@@ -68,8 +71,12 @@ def tensors():
     return q, k, v, torch.randn(40, HQ * D, generator=generator)
 
 
-@pytest.mark.parametrize("window", [0, 1])
-def test_curves_are_those_of_the_formula(tensors, window):
+@pytest.mark.parametrize(
+    ("window", "learnt"),
+    [(0, None), (1, None), (1, torch.tensor([4.0, -2.0, 0.0, 3.0, 1.0, 6.0]))],
+    ids=["first", "second", "attention-sinks"],
+)
+def test_curves_are_those_of_the_formula(tensors, window, learnt):
     q, k, v, projection = tensors
     mine = slice(window * W, (window + 1) * W)
     sinks = SINKS if window == 0 else 0
@@ -89,12 +96,13 @@ def test_curves_are_those_of_the_formula(tensors, window):
         head_gram(projection, HQ, H),
         0.3,
         grid(W),
+        learnt,
     )
     assert grid(W)[-1] == W and (curves[:, -1] == 0).all()
     for i in (0, 5, 11):
-        want = by_the_formula(q, k, v, projection, window, 0.3, grid(W)[i])
+        want = by_the_formula(q, k, v, projection, window, 0.3, grid(W)[i], learnt)
         torch.testing.assert_close(curves[:, i].double(), want, rtol=1e-3, atol=1e-4)
-    want = by_the_formula(q, k, v, projection, window, 0.3, None)
+    want = by_the_formula(q, k, v, projection, window, 0.3, None, learnt)
     torch.testing.assert_close(power.double(), want, rtol=1e-3, atol=1e-4)
 
 
@@ -150,10 +158,17 @@ def test_a_model_whose_output_projection_is_not_found_is_refused(tmp_path):
         Observer(SHAPE, FREQ, RULE, tmp_path)
 
 
+MAKERS = {
+    "llama": lambda **heads: tiny_llama(layers=2, **heads),
+    "gpt-oss": lambda **heads: tiny_gpt_oss(layer_types=["full_attention"] * 2, **heads),
+}
+
+
 @pytest.mark.server
-def test_a_server_measures_what_a_plain_forward_pass_gives(tmp_path):
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_a_server_measures_what_a_plain_forward_pass_gives(tmp_path, make):
     torch.set_num_threads(1)
-    model = tiny_llama(seed=7, layers=2, q_heads=HQ, kv_heads=H)
+    model = make(seed=7, q_heads=HQ, kv_heads=H)
     folder, prompt = save(model, tmp_path / "model"), random_tokens(3 * W + R, seed=1)
     out = tmp_path / "out"
     out.mkdir()
@@ -173,9 +188,16 @@ def test_a_server_measures_what_a_plain_forward_pass_gives(tmp_path):
     def attend(layer, q, k, v):
         seen.append([x.transpose(0, 1) for x in (q, k, v)])
         k, v = (x.repeat_interleave(HQ // H, dim=0) for x in (k, v))
-        return torch.nn.functional.scaled_dot_product_attention(
-            q[None], k[None], v[None], is_causal=True, scale=model.model.layers[0].self_attn.scaling
-        )[0]
+        logits = q @ k.transpose(1, 2) * model.model.layers[0].self_attn.scaling
+        logits += torch.full_like(logits, -torch.inf).triu(1)
+        learnt = sinks_of(layer)
+        if learnt is not None:
+            column = learnt[:, None, None].expand(-1, len(prompt), 1)
+            logits = torch.cat([logits, column], dim=2)
+        return logits.softmax(dim=2)[..., : len(prompt)] @ v
+
+    def sinks_of(layer):
+        return getattr(model.model.layers[layer].self_attn, "sinks", None)
 
     with torch.no_grad():
         final_hidden(model, prompt, 0, attend)
@@ -185,7 +207,8 @@ def test_a_server_measures_what_a_plain_forward_pass_gives(tmp_path):
             for layer, (q, k, v) in enumerate(seen):
                 attention = model.model.layers[layer].self_attn
                 weight = attention.o_proj.weight
-                want = by_the_formula(q, k, v, weight, window, attention.scaling, grid(W)[6])
+                rest = window, attention.scaling, grid(W)[6], sinks_of(layer)
+                want = by_the_formula(q, k, v, weight, *rest)
                 mine = curves[layer * H : (layer + 1) * H, 6]
                 assert mine == pytest.approx(want.numpy(), rel=2e-3, abs=1e-6)
     assert np.isfinite(list(errors_of(out, "power").values())).all()

@@ -16,7 +16,7 @@ from tangram_sglang.score import KeyDiff, Window
 from tests.calib_stand_in import read_shares
 from tests.harness import Req, ScenarioFailed, run_scenario
 from tests.reference.layout import model_shape
-from tests.reference.tiny import random_tokens, save, tiny_gemma3, tiny_llama
+from tests.reference.tiny import random_tokens, save, tiny_gemma3, tiny_gpt_oss, tiny_llama
 
 pytestmark = pytest.mark.server
 
@@ -31,6 +31,7 @@ PROMPTS = [random_tokens(n, seed=n) for n in (200, 49, 113)]
 MODELS = {
     "llama": lambda: tiny_llama(seed=7, layers=3, q_heads=6, kv_heads=3),
     "gemma3": lambda: tiny_gemma3(seed=7),
+    "gpt-oss": lambda: tiny_gpt_oss(seed=7),
 }
 
 
@@ -65,13 +66,15 @@ def reference(model, shape, prompt):
     cache = model(torch.tensor([prompt]), use_cache=True).past_key_values
     for hook in hooks:
         hook.remove()
+    # YaRN's factor on both cosine and sine stays in the vectors
+    factor = getattr(model.model.rotary_emb, "attention_scaling", 1.0)
     keys = torch.cat([cache.layers[x.layer_id].keys[0] for x in full])
     shares = []
     for j in range(RULE.sealed(len(prompt))):
         k = keys[:, j * 32 : (j + 1) * 32]
         scores = KeyDiff().score(Window(k, k, j * 32, torch.arange(len(k)), 0, None))
         shares.append(window_shares(scores.numpy(), RETENTIONS, [x.kv_heads for x in full]))
-    return shares, torch.stack([queries[x.layer_id][4:] for x in full]).double()
+    return shares, factor * torch.stack([queries[x.layer_id][4:] for x in full]).double()
 
 
 def observe(folder, out, prompts, **server_args):

@@ -9,7 +9,14 @@ from tests.harness import Req
 from tests.plans import write_plan
 from tests.reference.layout import layout_for
 from tests.reference.run import CompressedRun
-from tests.reference.tiny import random_query_stats, random_tokens, save, tiny_gemma3, tiny_llama
+from tests.reference.tiny import (
+    random_query_stats,
+    random_tokens,
+    save,
+    tiny_gemma3,
+    tiny_gpt_oss,
+    tiny_llama,
+)
 from tests.serving import TINY_ENV, assert_reserved_exactly, assert_same_kept, serve
 
 pytestmark = pytest.mark.server
@@ -121,9 +128,11 @@ def test_kept_positions_and_tokens_equal_the_reference(llama, tmp_path, case):
     assert_reserved_exactly(result)
 
 
-def test_sliding_layers_keep_their_window_and_are_never_compressed(tmp_path):
-    model = tiny_gemma3(seed=2)
-    folder = save(model, tmp_path / "gemma")
+@pytest.mark.parametrize("make", [tiny_gemma3, tiny_gpt_oss], ids=["gemma3", "gpt-oss"])
+def test_sliding_layers_keep_their_window_and_are_never_compressed(tmp_path, make):
+    """GPT-OSS has attention sinks too, and SGLang's own list of backends for it."""
+    model = make(seed=2)
+    folder = save(model, tmp_path / "model")
     prompt = random_tokens(150, seed=5)
     env = {**TINY_ENV, "TANGRAM_RETENTION": "0.5"}
     layout = layout_for(model, retention=0.5, window=32, recent=16, page=4)

@@ -12,6 +12,7 @@ from tests.reference.tiny import (
     random_tokens,
     save,
     tiny_gemma3,
+    tiny_gpt_oss,
     tiny_llama,
     tiny_qwen3,
 )
@@ -142,7 +143,9 @@ def test_scores_are_paid_for_in_a_tight_pool(served):
     assert_reserved_exactly(tight)
 
 
-@pytest.mark.parametrize("make", [tiny_qwen3, tiny_gemma3], ids=["qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    "make", [tiny_qwen3, tiny_gemma3, tiny_gpt_oss], ids=["qwen3", "gemma3", "gpt-oss"]
+)
 def test_other_models_are_read_where_they_project(tmp_path, make):
     """Gemma 3 has layers with a sliding window, which need no gate."""
     torch.set_num_threads(1)

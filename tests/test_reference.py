@@ -21,6 +21,7 @@ from tests.reference.tiny import (
     random_tokens,
     save,
     tiny_gemma3,
+    tiny_gpt_oss,
     tiny_llama,
 )
 
@@ -29,6 +30,7 @@ MODELS = {
     "llama-HQ4-H2": tiny_llama,
     "llama-HQ9-H3": lambda: tiny_llama(q_heads=9, kv_heads=3, layers=3, seed=1),
     "gemma3-HQ4-H2-sliding8": tiny_gemma3,
+    "gpt-oss-HQ4-H2-sliding8": tiny_gpt_oss,
 }
 
 
@@ -204,7 +206,8 @@ def test_moving_the_border_by_one_moves_the_first_logits_that_differ(model):
     tokens = random_tokens(W + R + 4)
     here, earlier = (run_of(model, recent=r).extend(tokens) for r in (R, R - 1))
     gap = (here - earlier).abs().amax(dim=1)
-    assert gap[: W + R - 1].max() == 0.0
+    # experts' sums depend on which tokens share the pass
+    assert gap[: W + R - 1].max() < 1e-4
     assert gap[W + R - 1] > 1e-2
 
 
@@ -268,8 +271,12 @@ def test_what_it_refuses():
 
 @pytest.mark.parametrize(
     "make, architecture",
-    [(tiny_llama, "LlamaForCausalLM"), (tiny_gemma3, "Gemma3ForCausalLM")],
-    ids=["llama", "gemma3"],
+    [
+        (tiny_llama, "LlamaForCausalLM"),
+        (tiny_gemma3, "Gemma3ForCausalLM"),
+        (tiny_gpt_oss, "GptOssForCausalLM"),
+    ],
+    ids=["llama", "gemma3", "gpt-oss"],
 )
 def test_saved_folder(make, architecture, tmp_path):
     model = make(seed=7)

@@ -89,10 +89,15 @@ class TangramAttentionBackend(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        *,
+        sinks: torch.Tensor | None = None,
         **kwargs,
     ) -> torch.Tensor:
-        """One token a row, q [B, HQ * D] and k, v [B, H, D] after RoPE; returns [B, HQ * D]."""
-        return self._forward(q, k, v, layer, save_kv_cache, kwargs)
+        """One token a row, q [B, HQ * D] and k, v [B, H, D] after RoPE; returns [B, HQ * D].
+
+        ``sinks``: [HQ], logits that take part in the softmax and carry no value.
+        """
+        return self._forward(q, k, v, layer, save_kv_cache, sinks, kwargs)
 
     def forward_extend(
         self,
@@ -102,16 +107,18 @@ class TangramAttentionBackend(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        *,
+        sinks: torch.Tensor | None = None,
         **kwargs,
     ) -> torch.Tensor:
         """New tokens of all rows, row by row, q [T, HQ * D] and k, v [T, H, D]; returns [T, HQ * D]."""
         if self.watcher is not None:
             queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
             self.watcher.queries(layer.layer_id, queries, forward_batch.positions)
-            self.watcher.context(layer.layer_id, k, v)
-        return self._forward(q, k, v, layer, save_kv_cache, kwargs)
+            self.watcher.context(layer.layer_id, k, v, sinks)
+        return self._forward(q, k, v, layer, save_kv_cache, sinks, kwargs)
 
-    def _forward(self, q, k, v, layer, save_kv_cache, unknown) -> torch.Tensor:
+    def _forward(self, q, k, v, layer, save_kv_cache, sinks, unknown) -> torch.Tensor:
         require_own_kv(layer, k, save_kv_cache, unknown)
         q = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
         out = torch.empty_like(q)
@@ -123,7 +130,7 @@ class TangramAttentionBackend(AttentionBackend):
             end = start + row.tokens
             span = slice(start, end)
             mine = None if gate is None else gate[:, span]
-            out[span] = row.attend(q[span], k[span], v[span], layer, mine)
+            out[span] = row.attend(q[span], k[span], v[span], layer, mine, sinks)
             start = end
         return out.flatten(1)
 

@@ -195,7 +195,7 @@ class TangramCudaBackend(AttentionBackend):
         pool, table, old = self.token_to_kv_pool.pages, self._table.tensor, lists["old"]
         if self.watcher is not None:
             self.watcher.queries(layer.layer_id, q, forward_batch.positions)
-            self.watcher.context(layer.layer_id, k, v)
+            self.watcher.context(layer.layer_id, k, v, sinks)
         fresh = Fresh(k, v, q)
         if mine.sliding_window is None:
             fresh = Fresh(k, v, q, self._gate(layer, q))

@@ -66,8 +66,9 @@ class DecodeRow:
         v: torch.Tensor,
         layer,
         gate: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """q [1, HQ, D]; k, v [1, H, D]; gate [H, 1] scores or None; returns [1, HQ, D]."""
+        """q [1, HQ, D]; k, v [1, H, D]; gate [H, 1] scores, sinks [HQ] or None; returns [1, HQ, D]."""
         backend, page = self._backend, self._layout.rule.page
         mine = backend.layers[layer.layer_id]
         heads = backend.kinds[mine.kind]
@@ -89,7 +90,7 @@ class DecodeRow:
             )
             if gate is not None:
                 backend.scores.write(self._step, mine.first, gate)
-        return decode_reference(q[0], pool, rows, lengths, page, layer.scaling)[None]
+        return decode_reference(q[0], pool, rows, lengths, page, layer.scaling, sinks)[None]
 
     def _seal(
         self,

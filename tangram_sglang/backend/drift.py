@@ -44,7 +44,9 @@ class DriftWatch:
     def queries(self, layer_id: int, q: torch.Tensor, positions: torch.Tensor) -> None:
         """Not needed."""
 
-    def context(self, layer_id: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    def context(
+        self, layer_id: int, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    ) -> None:
         """Not needed."""
 
     @torch.no_grad()

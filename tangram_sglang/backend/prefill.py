@@ -52,8 +52,9 @@ class PrefillRow:
         v: torch.Tensor,
         layer,
         gate: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """q [T, HQ, D]; k, v [T, H, D]; gate [H, T] scores or None; returns [T, HQ, D]."""
+        """q [T, HQ, D]; k, v [T, H, D]; gate [H, T] scores, sinks [HQ] or None; returns [T, HQ, D]."""
         mine = self._backend.layers[layer.layer_id]
         kind = self._backend.kinds[mine.kind].kind
         raw_start = self._layout.tail_start(kind.sliding_window, self._step.n0, self._step.floor)
@@ -62,16 +63,18 @@ class PrefillRow:
             old_k, old_v = self._tail.of_layer(mine)
             raw_k, raw_v = torch.cat([old_k, raw_k], 1), torch.cat([old_v, raw_v], 1)
         q = q.view(len(q), len(mine.groups), -1, q.shape[-1]).permute(1, 2, 0, 3)
+        if sinks is not None:
+            sinks = sinks.view(len(mine.groups), -1)
         if kind.sliding_window is None:
             self._seal(
                 layer.layer_id, mine, q, raw_k, raw_v, self._raw_scores(mine, gate), raw_start
             )
-            out = self._full(q, mine, raw_k, raw_v, raw_start, layer.scaling)
+            out = self._full(q, mine, raw_k, raw_v, raw_start, layer.scaling, sinks)
             self._backend.queries.write(self._step, mine.first, q.permute(2, 0, 1, 3))
             if gate is not None:
                 self._backend.scores.write(self._step, mine.first, gate)
         else:
-            out = sliding_reference(q, raw_k, raw_v, kind.sliding_window, layer.scaling)
+            out = sliding_reference(q, raw_k, raw_v, kind.sliding_window, layer.scaling, sinks)
         self._write(mine, kind, k, v)
         return out.permute(2, 0, 1, 3).flatten(1, 2)
 
@@ -115,7 +118,7 @@ class PrefillRow:
         held = self._queries[window - self._step.s0][heads]
         return torch.cat([held[:, :, : count - fresh.shape[2]], fresh], dim=2)
 
-    def _full(self, q, mine: LayerHeads, raw_k, raw_v, raw_start, scaling) -> torch.Tensor:
+    def _full(self, q, mine: LayerHeads, raw_k, raw_v, raw_start, scaling, sinks):
         out = torch.empty_like(q)
         for kept, heads in mine.alike:
             k, v = self._sealed(mine, kept, heads)
@@ -129,6 +132,7 @@ class PrefillRow:
                 self._layout.rule,
                 scaling,
                 self._step.floor,
+                None if sinks is None else sinks[heads],
             )
         return out
 

@@ -4,9 +4,12 @@ They run in the launching process, before any weights are read, so that a mistak
 """
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+from sglang.srt.arg_groups import model_hook
 from sglang.srt.arg_groups.model_override_base import model_config_of, resolved_view
 from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
@@ -24,6 +27,7 @@ NAME = "tangram"
 def register_resolution() -> None:
     """Add our steps; each leaves servers with another backend alone."""
     register_resolution_hook("handle_missing_default_values")(_before_model)
+    register_resolution_hook("handle_model_specific_adjustments")(_vouch)
     register_resolution_hook("handle_cache_compatibility")(_choose_cache)
     register_resolution_hook("handle_other_validations")(_validate)
 
@@ -43,6 +47,24 @@ def _before_model(server_args: Any, previous) -> None:
         # window layers are a kind of our own pool, not SGLang's second pool
         declare_resolution(server_args, NAME, disable_hybrid_swa_memory=True)
     previous(server_args)
+
+
+def _vouch(server_args: Any, previous) -> None:
+    """Pass SGLang's list of backends with attention sinks, which names no plugin's.
+
+    Its adjustments for the model, and nothing else, are told of triton, which is on the list; what
+    they read beside the list they read from the arguments themselves.
+    """
+    told = nullcontext()
+    if _selected(server_args) and _has_list(server_args):
+        told = patch.object(model_hook, "attention_backends_of", lambda _: ("triton", "triton"))
+    with told:
+        previous(server_args)
+
+
+def _has_list(server_args: Any) -> bool:
+    architectures = model_config_of(server_args).hf_config.architectures
+    return "GptOssForCausalLM" in (architectures or ())
 
 
 def _choose_cache(server_args: Any, previous) -> None:

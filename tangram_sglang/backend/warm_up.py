@@ -31,7 +31,7 @@ def warm_up(backend, model: torch.nn.Module, table: torch.Tensor) -> None:
     spans = [(0, min(rule.window + rule.recent + 1, most)), (max(0, most - FEW), most)]
     for n0, n1 in spans:
         backend.start_prefill([_step(layout, n0, n1)])
-        for layer in _one_of_each(model):
+        for layer, sinks in _one_of_each(model):
             q, k, v = (
                 torch.zeros(n1 - n0, heads * layer.head_dim, dtype=pool.dtype, device=pool.device)
                 for heads in (layer.tp_q_head_num, layer.tp_k_head_num, layer.tp_k_head_num)
@@ -39,7 +39,7 @@ def warm_up(backend, model: torch.nn.Module, table: torch.Tensor) -> None:
             if backend.gates is not None and layer.sliding_window_size < 0:
                 scores = torch.zeros(n1 - n0, layer.tp_k_head_num, device=pool.device)
                 backend.gates.put(layer.layer_id, scores)
-            backend.forward_extend(q, k, v, layer, batch)
+            backend.forward_extend(q, k, v, layer, batch, sinks=sinks)
 
 
 def _step(layout: KVLayout, n0: int, n1: int) -> Step:
@@ -55,10 +55,12 @@ def _step(layout: KVLayout, n0: int, n1: int) -> Step:
     return Step(0, n0, n1, s0, s1, 0, tuple(tail), tuple(queries))
 
 
-def _one_of_each(model: torch.nn.Module) -> list[RadixAttention]:
-    """The first layer of each kind."""
+def _one_of_each(model: torch.nn.Module) -> list[tuple[RadixAttention, torch.Tensor | None]]:
+    """The first layer of each kind, and its attention sinks, for which kernels are others."""
     found = {}
-    for layer in model.modules():
-        if isinstance(layer, RadixAttention):
-            found.setdefault(layer.sliding_window_size, layer)
+    for owner in model.modules():
+        for layer in owner.children():
+            if isinstance(layer, RadixAttention):
+                sinks = getattr(owner, "sinks", None)
+                found.setdefault(layer.sliding_window_size, (layer, sinks))
     return list(found.values())

@@ -9,7 +9,7 @@ import torch
 
 from tests.gpu.watch import collect, forbid_waits, watch
 from tests.harness import Req, Result
-from tests.reference.tiny import random_tokens, save, tiny_gemma3, tiny_llama
+from tests.reference.tiny import random_tokens, save, tiny_gemma3, tiny_gpt_oss, tiny_llama
 from tests.serving import serve
 
 pytestmark = [pytest.mark.gpu, pytest.mark.server]
@@ -120,7 +120,10 @@ def test_a_prefix_hit_changes_no_token(llama):
     assert_same_but_ties(cached, cold, tie=5 * TIE)
 
 
-@pytest.mark.parametrize("make", [tiny_llama, tiny_gemma3], ids=["llama", "gemma3"])
+MAKERS = {"llama": tiny_llama, "gemma3": tiny_gemma3, "gpt-oss": tiny_gpt_oss}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_uncompressed_logprobs_equal_hugging_face(tmp_path, make):
     """G1, G3: sliding windows of 8 tokens, prompts and answers of many windows."""
     model = make(seed=5, head_dim=64)

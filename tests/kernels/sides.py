@@ -93,7 +93,7 @@ class Side:
         self.watch = watcher or DriftWatch(drift, layout, self.device)
         self.backend = backend(runner, self.watch, self.gates)
 
-    def forward(self, targets, decode: bool, qkv, gates=None) -> list[torch.Tensor]:
+    def forward(self, targets, decode: bool, qkv, gates=None, sinks=None) -> list[torch.Tensor]:
         """One step of SGLang's: pages, metadata, then every layer.
 
         Args:
@@ -101,7 +101,9 @@ class Side:
             decode: whether it decodes.
             qkv: q, k and v of each layer.
             gates: [layers, T, H], what hooks would score, for a scorer that reads them.
+            sinks: [HQ], what a model with attention sinks hands over.
         """
+        extra = {} if sinks is None else {"sinks": sinks.to(self.device)}
         before = [self.pool.rows.live[row].n for row, _ in targets]
         self.pool.rows.advance(targets)
         batch = SimpleNamespace(
@@ -120,7 +122,7 @@ class Side:
         for layer, mine in zip(self.layers, qkv, strict=True):
             if self.gates is not None:
                 self.gates.put(layer.layer_id, gates[layer.layer_id].to(self.device))
-            found.append(run(*(x.to(self.device) for x in mine), layer, batch).cpu())
+            found.append(run(*(x.to(self.device) for x in mine), layer, batch, **extra).cpu())
         return found
 
 

@@ -20,7 +20,7 @@ STEPS = [
 ]
 
 
-def run_both(cpu, gpu) -> tuple[int, list]:
+def run_both(cpu, gpu, sinks=None) -> tuple[int, list]:
     """Both sides through ``STEPS``, outputs compared.
 
     Returns:
@@ -35,7 +35,7 @@ def run_both(cpu, gpu) -> tuple[int, list]:
     for targets, decode in STEPS:
         tokens = sum(n - cpu.pool.rows.live[row].n for row, n in targets)
         qkv = list(random_qkv(tokens, generator))
-        expected, found = (side.forward(targets, decode, qkv) for side in (cpu, gpu))
+        expected, found = (side.forward(targets, decode, qkv, sinks=sinks) for side in (cpu, gpu))
         copied += len(np.intersect1d(gpu.pool.rows.taken, read_pages(gpu)))
         for a, b in zip(expected, found, strict=True):
             assert torch.allclose(a, b, atol=1e-5)
@@ -63,6 +63,14 @@ def test_prefill_chunks_and_decode_equal_the_cpu_backend(sides, monkeypatch, sca
         side.watch.read()
     assert cpu.watch.read()[0] == gpu.watch.read()[0] > 0
     assert np.array_equal(cpu.watch.read()[1], gpu.watch.read()[1])
+
+
+def test_attention_sinks_in_prefill_and_decode(sides):
+    """Of which one takes all: its query head must answer nothing."""
+    sinks = torch.tensor([1.5, -2.0, 60.0, 0.5])
+    seen = run_both(*sides(400), sinks)[1]
+    heads = torch.cat([out for step in seen for *_, out in step]).view(-1, Q_HEADS, DIM)
+    assert [head.abs().max() < 1e-6 for head in heads.unbind(1)] == [False, False, True, False]
 
 
 def test_a_scorer_without_a_kernel_of_its_own(sides):
@@ -177,7 +185,7 @@ class Notes:
     def queries(self, layer, q, positions):
         self.seen.append(("queries", layer, q.sum().item(), positions.sum().item()))
 
-    def context(self, layer, k, v):
+    def context(self, layer, k, v, sinks):
         self.seen.append(("context", layer, k.sum().item(), v.sum().item()))
 
     def wants(self, layer):

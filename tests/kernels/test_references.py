@@ -12,11 +12,22 @@ from tangram_sglang.kernels.select_reference import select_reference
 from tangram_sglang.kernels.slots_reference import column_rows, entry_rows, page_rows
 from tangram_sglang.plan.window import WindowRule
 
+with_and_without_sinks = pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
 
-def attention(q, k, v, scaling):
+
+def attention(q, k, v, scaling, sink=None):
     """One query [D] against [N, D]."""
-    weights = (k.double() @ q.double() * scaling).softmax(dim=0)
+    logits = k.double() @ q.double() * scaling
+    if sink is not None:
+        logits = torch.cat([logits, sink.double().view(1)])
+    weights = logits.softmax(dim=0)[: len(k)]
     return (weights[:, None] * v.double()).sum(dim=0).float()
+
+
+def random_sinks(has_sinks, *shape):
+    """Some take nearly all of a softmax; and each query head's, or None."""
+    sinks = torch.randn(shape) * 4 if has_sinks else None
+    return sinks, (lambda *at: None) if sinks is None else (lambda *at: sinks[at])
 
 
 @pytest.mark.parametrize(
@@ -85,8 +96,10 @@ def test_rows_of_a_page_are_its_slots_in_the_column_asked_for():
     [(1, 1, 8, [1]), (3, 3, 16, [1, 63, 64]), (2, 5, 80, [65, 2])],
     ids=["one", "H3-HQ9-D16", "H2-HQ10-D80"],
 )
-def test_decode_reads_exactly_the_entries_each_head_holds(heads, ratio, dim, lengths):
+@with_and_without_sinks
+def test_decode_reads_exactly_the_entries_each_head_holds(heads, ratio, dim, lengths, has_sinks):
     page = 4
+    sinks, sink = random_sinks(has_sinks, heads * ratio)
     pool = torch.full((4000, dim), torch.nan)
     rows = torch.randperm(400)[: heads * max(lengths)].view(heads, -1) * 2 * page
     q = torch.randn(heads * ratio, dim)
@@ -96,17 +109,20 @@ def test_decode_reads_exactly_the_entries_each_head_holds(heads, ratio, dim, len
         pool[rows[h, :length]], pool[rows[h, :length] + page] = k, v
         rows[h, length:] = rows[h, length - 1]
         for r in range(ratio):
-            expected[h * ratio + r] = attention(q[h * ratio + r], k, v, 0.3)
-    found = decode_reference(q, pool, rows, torch.tensor(lengths), page, 0.3)
+            i = h * ratio + r
+            expected[i] = attention(q[i], k, v, 0.3, sink(i))
+    found = decode_reference(q, pool, rows, torch.tensor(lengths), page, 0.3, sinks)
     assert torch.allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("n0", "n1", "recent"), [(0, 1, 8), (0, 150, 5), (70, 71, 0), (37, 139, 20), (24, 25, 8)]
 )
-def test_prefill_gives_every_query_its_own_epoch(n0, n1, recent):
+@with_and_without_sinks
+def test_prefill_gives_every_query_its_own_epoch(n0, n1, recent, has_sinks):
     rule, kept, dim = WindowRule(16, recent, 4, 2), 8, 8
     heads, ratio = 2, 3
+    sinks, sink = random_sinks(has_sinks, heads, ratio)
     k, v = torch.randn(heads, n1, dim), torch.randn(heads, n1, dim)
     q = torch.randn(heads, ratio, n1 - n0, dim)
     windows = rule.sealed(n1)
@@ -118,26 +134,27 @@ def test_prefill_gives_every_query_its_own_epoch(n0, n1, recent):
     raw_start = rule.sealed(n0) * 16
     sealed_k = torch.stack([k[h, flat[h]] for h in range(heads)])
     sealed_v = torch.stack([v[h, flat[h]] for h in range(heads)])
-    found = prefill_reference(
-        q, sealed_k, sealed_v, k[:, raw_start:], v[:, raw_start:], raw_start, rule, 0.3
-    )
+    raw = k[:, raw_start:], v[:, raw_start:], raw_start
+    found = prefill_reference(q, sealed_k, sealed_v, *raw, rule, 0.3, sinks=sinks)
     for h in range(heads):
         for p in range(n0, n1):
             j = max(0, (p - recent) // 16)
             seen = [p for w in chosen[h][:j] for p in w] + list(range(16 * j, p + 1))
             for r in range(ratio):
-                expected = attention(q[h, r, p - n0], k[h, seen], v[h, seen], 0.3)
+                expected = attention(q[h, r, p - n0], k[h, seen], v[h, seen], 0.3, sink(h, r))
                 assert torch.allclose(found[h, r, p - n0], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(("past", "new", "window"), [(0, 30, 8), (13, 9, 5), (40, 1, 64)])
-def test_sliding_sees_the_window_and_no_more(past, new, window):
+@with_and_without_sinks
+def test_sliding_sees_the_window_and_no_more(past, new, window, has_sinks):
+    sinks, sink = random_sinks(has_sinks, 2, 3)
     k, v = torch.randn(2, past + new, 8), torch.randn(2, past + new, 8)
     q = torch.randn(2, 3, new, 8)
-    found = sliding_reference(q, k, v, window, 0.3, tile=7)
+    found = sliding_reference(q, k, v, window, 0.3, sinks, tile=7)
     for h in range(2):
         for i in range(new):
             seen = slice(max(0, past + i - window + 1), past + i + 1)
             for r in range(3):
-                expected = attention(q[h, r, i], k[h, seen], v[h, seen], 0.3)
+                expected = attention(q[h, r, i], k[h, seen], v[h, seen], 0.3, sink(h, r))
                 assert torch.allclose(found[h, r, i], expected, atol=1e-5)

@@ -49,8 +49,12 @@ def test_every_run_is_a_common_beginning():
         assert len(seen) == len(set(seen))
 
 
-@pytest.mark.parametrize("splits", ["map", "equal"])
-def test_rows_behind_one_prefix_decode_as_if_alone(sides, splits):
+@pytest.mark.parametrize(
+    ("splits", "sinks"),
+    [("map", None), ("map", torch.tensor([1.5, -2.0, 6.0, 0.5])), ("equal", None)],
+    ids=["map", "map-attention-sinks", "equal"],
+)
+def test_rows_behind_one_prefix_decode_as_if_alone(sides, splits, sinks):
     """The two backends step by step; then one row fewer, in another order."""
     cpu, gpu = sides(500, splits=splits)
     generator = torch.Generator().manual_seed(0)
@@ -70,7 +74,7 @@ def test_rows_behind_one_prefix_decode_as_if_alone(sides, splits):
     for rows in ([3, 1, 2], [3, 1, 2], [2, 1]):
         targets = [(row, cpu.pool.rows.live[row].n + 1) for row in rows]
         qkv = list(random_qkv(len(rows), generator))
-        expected, found = (side.forward(targets, True, qkv) for side in (cpu, gpu))
+        expected, found = (side.forward(targets, True, qkv, sinks=sinks) for side in (cpu, gpu))
         for a, b in zip(expected, found, strict=True):
             assert torch.allclose(a, b, atol=1e-5)
         dispatch = gpu.backend._splits.of(len(rows))[0]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.harness import Req, run_scenario
-from tests.reference.tiny import random_tokens, save, tiny_llama
+from tests.harness import Req, ScenarioFailed, run_scenario
+from tests.reference.tiny import random_tokens, save, tiny_gpt_oss, tiny_llama
 
 pytestmark = pytest.mark.server
 
@@ -47,3 +47,11 @@ def test_a_stock_server_is_the_same_with_and_without_us(tmp_path):
         )
     assert found[0] == found[1]
     assert not any("tangram" in name for name in found[0][2][0])
+
+
+def test_what_sglang_refuses_to_other_backends_it_still_refuses(tmp_path):
+    """We answer for tangram where SGLang asks for a backend with attention sinks."""
+    folder = save(tiny_gpt_oss(), tmp_path / "model")
+    with pytest.raises(ScenarioFailed, match="GptOssForCausalLM requires one of") as failure:
+        run_scenario(folder, [Req([9], 1)], server_args={"attention_backend": "torch_native"})
+    assert failure.value.stage == "arguments"

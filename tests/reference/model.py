@@ -6,6 +6,7 @@ Knows nothing of compression. One sequence at a time, so no tensor has a batch d
 from collections.abc import Callable
 
 import torch
+from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as rotate_gpt_oss
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 # (layer, q [HQ, T, D], k [H, T, D], v [H, T, D]) -> attention output [HQ, T, D]
@@ -62,7 +63,21 @@ def _gemma3_block(decoder, layer, i, x, positions, attend):
     return x + layer.post_feedforward_layernorm(out)
 
 
-_BLOCKS = {"llama": _llama_block, "qwen3": _llama_block, "gemma3_text": _gemma3_block}
+def _gpt_oss_block(decoder, layer, i, x, positions, attend):
+    cos, sin = decoder.rotary_emb(x, positions[None])
+    attention = layer.self_attn
+    q, k, v = _project(attention, layer.input_layernorm(x))
+    q, k = rotate_gpt_oss(q[None], k[None], cos, sin)
+    x = x + attention.o_proj(_concat_heads(attend(i, q[0], k[0], v)))
+    return x + layer.mlp(layer.post_attention_layernorm(x)[None])[0][0]
+
+
+_BLOCKS = {
+    "llama": _llama_block,
+    "qwen3": _llama_block,
+    "gemma3_text": _gemma3_block,
+    "gpt_oss": _gpt_oss_block,
+}
 
 
 def _project(attention, x):

@@ -21,7 +21,7 @@ class CompressedRun:
     """A Hugging Face model (fp32, CPU) that runs one sequence under a KVLayout.
 
     Args:
-        model: LlamaForCausalLM, Qwen3ForCausalLM or Gemma3ForCausalLM.
+        model: LlamaForCausalLM, Qwen3ForCausalLM, Gemma3ForCausalLM or GptOssForCausalLM.
         layout: KVLayout of the whole model; read for numbers only.
         scorer_name: of ``tests.reference.scorers.SCORERS``.
         query_stats: QueryStats of all full-attention heads, for ``expected_attention``.
@@ -152,13 +152,18 @@ class CompressedRun:
         self._v[layer] = v = torch.cat([self._v[layer], v], dim=1)
         self._q[layer] = torch.cat([self._q[layer], q], dim=1)
         queries_per_kv = len(q) // len(k)
-        scaling = self._model.model.layers[layer].self_attn.scaling
+        attention = self._model.model.layers[layer].self_attn
+        # GPT-OSS: a logit per query head that takes part in the softmax and carries no value
+        sinks = getattr(attention, "sinks", torch.full([len(q)], -torch.inf))
         out = []
         for head in range(len(k)):
             mask = self._mask(layer, head, p, k.shape[1])
             for i in range(queries_per_kv):
-                weights = q[head * queries_per_kv + i] @ k[head].T * scaling
-                weights = weights.masked_fill(~mask, -torch.inf).softmax(dim=-1)
+                query = head * queries_per_kv + i
+                logits = q[query] @ k[head].T * attention.scaling
+                logits = logits.masked_fill(~mask, -torch.inf)
+                sink = sinks[query].expand(len(logits), 1)
+                weights = torch.cat([logits, sink], dim=1).softmax(dim=1)[:, :-1]
                 out.append(weights @ v[head])
         return torch.stack(out)
 

@@ -18,6 +18,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -134,6 +136,54 @@ def tiny_gemma3(
     return _with_random_weights(Gemma3ForCausalLM(config), seed)
 
 
+def tiny_gpt_oss(
+    *,
+    seed=0,
+    layer_types=("sliding_attention", "full_attention", "sliding_attention", "full_attention"),
+    sliding_window=8,
+    q_heads=4,
+    kv_heads=2,
+    head_dim=16,
+) -> GptOssForCausalLM:
+    """Attention sinks, YaRN and two of four experts a token."""
+    config = GptOssConfig(
+        vocab_size=VOCAB,
+        hidden_size=q_heads * head_dim,
+        intermediate_size=q_heads * head_dim,
+        num_hidden_layers=len(layer_types),
+        num_attention_heads=q_heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        sliding_window=sliding_window,
+        layer_types=list(layer_types),
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=MAX_POSITIONS,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": MAX_POSITIONS // 32,
+        },
+        pad_token_id=PAD,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        attn_implementation="eager",
+        dtype="float32",
+    )
+    model = _with_random_weights(GptOssForCausalLM(config), seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            # large enough to take half of many a softmax; SGLang holds sinks in bfloat16
+            sinks = 2 + 2 * torch.randn(q_heads, generator=generator)
+            layer.self_attn.sinks.copy_(sinks.bfloat16())
+    return model
+
+
 def save(model, folder: str | Path) -> Path:
     """Write config.json, float32 safetensors and the tokenizer."""
     folder = Path(folder)
@@ -205,7 +255,9 @@ def _with_random_weights(model, seed):
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
-        if weight.ndim == 1:
+        if name.endswith("bias"):
+            weight.copy_(0.1 * noise)
+        elif weight.ndim == 1:
             weight.add_(0.1 * noise)
         elif "embed_tokens" in name:
             weight.copy_(0.25 * noise / weight.shape[1] ** 0.5)
