@@ -22,8 +22,8 @@ def watch(control) -> None:
             "rows": {
                 row: (
                     state.n,
-                    len(pool.ledger.owned(row)) + pool.rows.needs.shared(state, state.n),
-                    pool.plan.layout.pages(state.n, state.floor),
+                    len(pool.ledger.owned(row)),
+                    pool.rows.needs.private(state, state.n),
                 )
                 for row, state in pool.rows.live.items()
             },
@@ -98,8 +98,9 @@ def _watch_returns(control, pool) -> None:
         n0 = state.n
         total = 0
         for kind in layout.kinds:
-            first, end = (layout.tail_start(kind.sliding_window, n, state.floor) for n in (n0, n1))
-            first = max(first, state.cached_tokens if kind.sliding_window is None else 0)
+            first, end = (layout.held_start(kind.sliding_window, n, state.floor) for n in (n0, n1))
+            full = kind.sliding_window is None
+            first = max(first, state.cached_tokens if full else state.cached_slide)
             gone = min(end // layout.rule.page, layout.rule.pages(n0)) - first // layout.rule.page
             total += max(0, gone) * (kind.end - kind.first)
         s0, s1 = (layout.rule.sealed(n, state.floor) for n in (n0, n1))

@@ -8,7 +8,7 @@ import torch
 
 from tests.harness import Req
 from tests.probes import watch
-from tests.reference.tiny import random_tokens, save, tiny_llama
+from tests.reference.tiny import random_tokens, save, tiny_gemma3, tiny_gpt_oss, tiny_llama
 from tests.serving import TINY_ENV, assert_reserved_exactly, serve
 
 pytestmark = pytest.mark.server
@@ -75,6 +75,37 @@ def test_the_same_prompt_again_leaves_a_token_to_compute(folder):
     result = serve(folder, requests, env=env, chunked_prefill_size=64)
     assert result["r0-"].output_ids == result["r1-"].output_ids == result["r2-"].output_ids
     assert [result[f"r{i}-"].cached_tokens for i in range(3)] == [0, 124, 124]
+
+
+@pytest.mark.parametrize(
+    ("make", "slide"), [(tiny_gemma3, 44), (tiny_gpt_oss, 8)], ids=["gemma3-44", "gpt-oss-8"]
+)
+def test_with_sliding_layers_a_request_starts_where_a_chunk_a_prompt_or_an_answer_ended(
+    tmp_path, make, slide
+):
+    """Only there does the cache have the windows of those layers, some of more tokens than W."""
+    folder = save(make(seed=9, sliding_window=slide), tmp_path / "model")
+    env = {**TINY_ENV, "TANGRAM_RETENTION": "0.3"}
+    document, alone = random_tokens(300, seed=1), random_tokens(300, seed=2)
+    requests = [
+        # their last chunks are shorter than R: they go back to the chunk before
+        Req(document + random_tokens(10, seed=3), 10, rid="first"),
+        Req(document + random_tokens(20, seed=4), 10, rid="user", after="first"),
+        Req(document + random_tokens(10, seed=3), 10, rid="again", after="user"),
+        Req(alone, 0, rid="alone", after="again"),
+        Req(alone + random_tokens(20, seed=5), 40, rid="exact", after="alone"),
+        Req(random_tokens(20, seed=6), 10, rid="turn", after="exact", continues=True),
+        Req(alone[:200] + random_tokens(20, seed=5), 10, rid="inside", after="turn"),
+    ]
+    arguments = {"chunked_prefill_size": 64}
+    for overlap in (False, True):
+        warm = serve(folder, requests, env=env, overlap=overlap, **arguments)
+        found = [warm[r.rid].cached_tokens for r in requests]
+        assert found == [0, 256, 308, 0, 300, 356, 192]
+        again = [Req(warm[r.rid].prompt_ids, r.max_new_tokens, rid=r.rid) for r in requests]
+        cold = serve(folder, again, env=env, disable_radix_cache=True, **arguments)
+        assert warm.tokens == cold.tokens
+        assert_reserved_exactly(warm)
 
 
 def test_pressure_evicts_and_answers_stay_the_same(folder):

@@ -65,7 +65,8 @@ class TangramPrefillBudget(PrefillBudget):
             )
         windows = len(prefix.windows)
         floor = self._pool.plan.layout.rule.floor(input_tokens, windows)
-        start = Row(input_tokens, prefix.tokens, floor, windows, prefix.tokens)
+        slide = prefix.tokens if prefix.slide else 0
+        start = Row(input_tokens, prefix.tokens, floor, windows, prefix.tokens, slide)
         rows, total = self._pool.rows, input_tokens + max_new_tokens
         self._candidate = rows.needs.demand(start, total, prefix.tokens)
         self._candidate_needs_spare = False

@@ -253,7 +253,7 @@ class TangramCudaBackend(AttentionBackend):
         for i, (kind, pieces) in enumerate(zip(layout.kinds, found.pieces, strict=True)):
             window = kind.sliding_window
             mean = float(layout.kept[kind.first : kind.end].mean())
-            starts = [layout.tail_start(window, p.n1, p.floor) for p in pieces]
+            starts = [layout.held_start(window, p.n1, p.floor) for p in pieces]
             lists[f"tiles{i}"] = prefill_tiles(pieces, rule, self._tile, window, mean)
             lists[f"spans{i}"] = raw_spans(pieces, starts, BLOCK)
         self._sealing = lists["units"][:, :2].tolist()

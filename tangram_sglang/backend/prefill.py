@@ -150,7 +150,7 @@ class PrefillRow:
     def _write(self, mine: LayerHeads, kind, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write the new tokens that stay raw to their tail pages."""
         page = self._layout.rule.page
-        raw = self._layout.tail_start(kind.sliding_window, self._step.n1, self._step.floor)
+        raw = self._layout.held_start(kind.sliding_window, self._step.n1, self._step.floor)
         start = max(self._step.n0, raw)
         token = torch.arange(start, self._step.n1, device=k.device)
         ring = self._backend.kinds[mine.kind].ring_offset[mine.groups - kind.first]

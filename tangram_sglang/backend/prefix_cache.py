@@ -24,8 +24,7 @@ from tangram_sglang.cache.store import PrefixStore
 class TangramPrefixCache(BasePrefixCache):
     """Publishes what requests computed and finds it again.
 
-    Shares nothing with ``--disable-radix-cache``, nor for models with sliding-window layers, whose
-    window before a cut no node holds.
+    Shares nothing with ``--disable-radix-cache``, nor where ``KVLayout.shares`` says so.
 
     Publishing changes the owner of pages and copies nothing. What the trie holds already is taken
     from there and the request's own pages are given back.
@@ -39,12 +38,11 @@ class TangramPrefixCache(BasePrefixCache):
         self._layout = pool.plan.layout
         # not ``disable = True``: that flag selects an admission path that counts token slots
         self.disable = False
-        self._shares = (
-            not params.disable and len(self._layout.kinds) == 1 and self._layout.rule.shares
-        )
+        self._shares = self._layout.shares and not params.disable
         self._store = pool.store = PrefixStore(pool.rows)
         self.trie = self._store.trie
         pool.rows.tail_left = self._leave_tail
+        pool.rows.slide_left = self._leave_slide
         pool.rows.sole_from = self._sole_from
         self._metrics = None
         if params.enable_metrics:
@@ -141,6 +139,12 @@ class TangramPrefixCache(BasePrefixCache):
         req = self.req_to_token_pool.request_of[row]
         if req.lock is not None:
             self._anchor(req, req.lock.node.behind(start))
+
+    def _leave_slide(self, row: int) -> None:
+        """The row's sliding windows have left those of its prefix."""
+        req = self.req_to_token_pool.request_of[row]
+        if req.lock is not None:
+            self._anchor(req, req.lock.node.without_slide())
 
     def _sole_from(self, row: int) -> int:
         """Token from which on nobody else reads the row's cached tail."""

@@ -46,6 +46,7 @@ class TangramReqToTokenPool(ReqToTokenPool):
             len(req.full_untruncated_fill_ids),
             [x.pages for x in prefix.windows],
             [x.pages for x in prefix.tail],
+            [x.pages for x in prefix.slide],
         )
 
     def schedulable_token_capacity(self, physical_capacity: int) -> int:

@@ -4,6 +4,8 @@
     after  every window and whole page is a node's; the row goes on reading them
            the partial page stays the row's, which may write to it
 
+So with the pages of sliding windows: those of whole pages are a node's, and the row goes on reading them.
+
 What the trie has already keeps the trie's copy; the row is pointed at it and gives its own back.
 """
 
@@ -21,7 +23,8 @@ class PrefixStore:
         self._rows = rows
         self._layout = rows.layout
         rule = rows.layout.rule
-        self.trie = WindowTrie(rule, rows.ledger.give, rows.layout.queries.reusable(rule))
+        layout = rows.layout
+        self.trie = WindowTrie(rule, rows.ledger.give, layout.queries.reusable(rule), layout.slide)
         rows.evict = self.evict
 
     def evict(self, pages: int) -> int:
@@ -44,7 +47,8 @@ class PrefixStore:
         windows = self._publish_windows(row, min(sealed, whole), namespace, tokens)
         if whole < sealed:
             return Prefix(whole * rule.window, tuple(windows))
-        return self._publish_tail(row, windows, namespace, tokens)
+        found = self._publish_tail(row, windows, namespace, tokens)
+        return self._publish_slide(row, found, namespace, tokens) if self._layout.slide else found
 
     def check(self) -> None:
         """free + private + cached == total; every row, node and counter in order."""
@@ -95,3 +99,26 @@ class PrefixStore:
                     rows.share_tail_page(row, page, node.pages, node.id)
         length = len(windows) * rule.window + len(tail) * rule.page
         return Prefix(length, tuple(windows), tuple(tail), tuple(spine))
+
+    def _publish_slide(self, row, found: Prefix, namespace, tokens) -> Prefix:
+        rows, rule, trie = self._rows, self._layout.rule, self.trie
+        held = self._layout.held_start(self._layout.slide, rows.live[row].n)
+        spine = (trie.root(namespace), *found.windows, *found.spine)
+        for j in range(held // rule.window, len(spine)):
+            node, border = spine[j], j * rule.window
+            for start in range(border, min(border + rule.window, found.tokens), rule.page):
+                node = trie.add(node, tuple(tokens[start : start + rule.page]), False)
+                if start >= held:
+                    self._share_slide(row, start // rule.page, trie.add(node, (), False))
+        slides = trie.slides(spine, tokens, found.tokens)
+        # a row that went on past these tokens has let go of some
+        return slides.behind(found) if slides.complete(found.tokens) else found
+
+    def _share_slide(self, row: int, page: int, node: Node) -> None:
+        if page * self._layout.rule.page < self._rows.live[row].cached_slide:
+            return
+        if len(node.pages):
+            self._rows.share_slide_page(row, page, node.pages, None)
+        else:
+            self.trie.fill(node, self._rows.slide_page(row, page))
+            self._rows.share_slide_page(row, page, node.pages, node.id)

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from tangram_sglang.cache.node import NO_PAGES, Node, Prefix, Tokens
+from tangram_sglang.cache.slides import Slides
 from tangram_sglang.plan.window import WindowRule
 
 
@@ -22,12 +23,20 @@ class WindowTrie:
     Args:
         rule: windows, recent tokens and pages.
         most_raw: raw tokens behind the windows of a match, at most; whole pages.
+        slide: tokens before the end of a match that sliding-window layers must have; whole pages.
         release: called with (pages, owner id) when a node goes.
     """
 
-    def __init__(self, rule: WindowRule, release: Callable[[np.ndarray, int], None], most_raw: int):
+    def __init__(
+        self,
+        rule: WindowRule,
+        release: Callable[[np.ndarray, int], None],
+        most_raw: int,
+        slide: int = 0,
+    ):
         self._rule = rule
         self._most_raw = most_raw
+        self._slide = slide
         self._release = release
         self._clock = 0
         self._next_id = -1
@@ -48,11 +57,12 @@ class WindowTrie:
         return self.top.children[namespace]
 
     def match(self, namespace: Hashable, tokens: Sequence[int], limit: int) -> Prefix:
-        """The state to start from: the longest exact one, or the branch, whichever is longer.
+        """The state to start from: the longest exact one, unless the branch is longer.
 
         A state is exact where at least R raw tokens follow its windows (or it has no window): its
         next query then sees what it would have seen without the cache. Without them the request
-        goes back as many windows as hold R tokens and has them prefilled again.
+        goes back as many windows as hold R tokens and has them prefilled again. Where layers have
+        sliding windows, the state must have their pages as well, and a shorter one may have to do.
 
         Args:
             namespace: what must be equal beside the tokens.
@@ -69,19 +79,46 @@ class WindowTrie:
             sealed += 1
         windows = spine[1:sealed]
         size, recent = self._rule.window, self._rule.recent
-        kept = windows[: max(0, len(windows) - -(-recent // size))]
-        best = Prefix(len(kept) * size, tuple(kept))
+        slides = self.slides(spine, tokens, limit)
+        kept = max(0, len(windows) - -(-recent // size))
+        while kept and not slides.complete(kept * size):
+            kept -= 1
+        branch, exact = Prefix(kept * size, tuple(windows[:kept])), Prefix(0)
         held = len(windows) * size
         for count in range(len(windows), -1, -1):
-            if (count + 1) * size + recent <= best.tokens:
+            most = (count + 1) * size + recent
+            if most < branch.tokens or most <= exact.tokens:
                 break
             tail, passed = self._tail(spine, count, tokens, limit)
             raw = len(tail) * self._rule.page
             held = max(held, count * size + raw)
-            if (count == 0 or raw >= recent) and count * size + raw > best.tokens:
-                best = Prefix(count * size + raw, tuple(windows[:count]), tail, passed)
+            while raw and not slides.complete(count * size + raw):
+                raw -= self._rule.page
+            end = count * size + raw
+            if end > exact.tokens and (not count or raw >= recent) and slides.complete(end):
+                tail, passed = tail[: raw // self._rule.page], passed[: (raw - 1) // size]
+                exact = Prefix(end, tuple(windows[:count]), tail, passed)
+        best = exact if exact.tokens >= branch.tokens else branch
+        best = slides.behind(best)
         self._touch(best.nodes)
         return replace(best, given_up=held - best.tokens)
+
+    def slides(self, spine: Sequence[Node], tokens: Sequence[int], limit: int) -> Slides:
+        """Pages of sliding windows along ``tokens``.
+
+        Args:
+            spine: the root and the window nodes below it.
+            limit: most tokens to follow.
+        """
+        edges: dict[int, Node] = {}
+        per_window = self._rule.window // self._rule.page
+        for j, node in enumerate(spine if self._slide else ()):
+            for i in range(per_window):
+                node = self._child(node, tokens, limit, False)
+                if node is None:
+                    break
+                edges[j * per_window + i] = node
+        return Slides(self._rule, self._slide, edges)
 
     def child(self, parent: Node, key: Tokens, is_window: bool) -> Node | None:
         """The edge of these tokens, or None."""
@@ -132,8 +169,8 @@ class WindowTrie:
     def evict(self, pages: int) -> int:
         """Make ``pages`` pages free, least recently used leaves first; pages released.
 
-        Where leaves do not suffice, windows that raw tails pass and nobody reads give theirs; the
-        nodes stay, as they were before somebody sealed them.
+        Where leaves do not suffice, windows that raw tails pass give theirs, and raw pages above
+        slides, as far as nobody reads them; the nodes stay without pages.
         """
         released, emptied = 0, False
         while self._leaves and released < pages:
@@ -149,7 +186,7 @@ class WindowTrie:
             self._queue(node.parent)
             emptied |= node.parent.parent is None and not node.parent.children
         if released < pages and self.unlocked_pages:
-            # no unlocked leaf is left, so whoever has pages without readers is passed by a tail
+            # no unlocked leaf is left, so whoever has pages without readers is above one that has some
             passed = [node for node in self.nodes() if len(node.pages) and not node.readers]
             for node in sorted(passed, key=lambda node: (node.used, -node.id)):
                 if released >= pages:
@@ -203,7 +240,7 @@ class WindowTrie:
             else:
                 break
             child = self._child(node, tokens, limit, False)
-            if child is None:
+            if child is None or not len(child.pages):
                 break
             if i and i % per_window == 0:
                 passed.append(node)

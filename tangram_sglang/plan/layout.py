@@ -153,6 +153,21 @@ class KVLayout:
         return tuple(kinds)
 
     @cached_property
+    def slide(self) -> int:
+        """Tokens before a cached prefix's end that sliding-window layers must have raw; 0 without any."""
+        return max((kind.sliding_window or 0 for kind in self.kinds), default=0)
+
+    @cached_property
+    def shares(self) -> bool:
+        """Whether requests may start from what others computed.
+
+        A cached prefix ends on a page border, and so must the sliding window behind it start on one;
+        windows of several sizes would need pages of several ages.
+        """
+        sizes = [x.sliding_window for x in self.kinds if x.sliding_window is not None]
+        return self.rule.shares and len(sizes) < 2 and not any(x % self.rule.page for x in sizes)
+
+    @cached_property
     def place(self) -> dict[Head, tuple[int, int]]:
         """(group, column) of every (layer_id, kv head)."""
         return {h: (g, c) for g, group in enumerate(self.groups) for c, h in enumerate(group.heads)}
@@ -171,9 +186,15 @@ class KVLayout:
             return self.rule.sealed(n, floor) * self.rule.window
         return max(0, n - sliding_window) // self.rule.page * self.rule.page
 
-    def tail_pages(self, sliding_window: int | None, n: int, floor: int = 0) -> int:
-        """Pages of a raw tail after ``n`` tokens, in each group of that kind."""
-        return self.rule.pages(n - self.tail_start(sliding_window, n, floor))
+    def held_start(self, sliding_window: int | None, n: int, floor: int = 0) -> int:
+        """First token whose page is held once ``n`` tokens are stored; on a page border.
+
+        A page that leaves a sliding window is held for one token more. By then SGLang has seen whether
+        the token before ended the request, and the window behind its last whole page is complete.
+        """
+        if sliding_window is not None:
+            n = max(0, n - 1)
+        return self.tail_start(sliding_window, n, floor)
 
     def steady_until(self, n: int, floor: int = 0) -> int:
         """Most tokens to which a request of ``n`` grows before it does more than take raw pages.
@@ -188,8 +209,8 @@ class KVLayout:
             ends.append((self.queries.begun(rule, n) + 1) * rule.window - self.queries.tokens)
         for kind in self.kinds:
             if kind.sliding_window is not None:
-                left = self.tail_start(kind.sliding_window, n)
-                ends.append(kind.sliding_window + left + rule.page - 1)
+                left = self.held_start(kind.sliding_window, n)
+                ends.append(kind.sliding_window + left + rule.page)
         return min(ends)
 
     def entries(self, g: int, n: int, floor: int = 0) -> int:
@@ -199,33 +220,51 @@ class KVLayout:
 
     def pages(self, n: int, floor: int = 0) -> int:
         """Pages that a request holds once ``n`` of its tokens are stored, over all groups."""
-        tails = sum(
-            (k.end - k.first) * self.tail_pages(k.sliding_window, n, floor) for k in self.kinds
+        sliding = sum(
+            (k.end - k.first) * self.rule.pages(n - self.held_start(k.sliding_window, n))
+            for k in self.kinds
+            if k.sliding_window is not None
         )
-        held = self.queries.held(self.rule, n, floor)
-        return self.rule.sealed(n, floor) * self.window_pages + tails + held
+        return self.full_pages(n, floor) + sliding
 
     def peak_pages(self, n: int, start: int = 0, floor: int = 0) -> int:
         """Most pages a request holds on its way from ``start`` to ``n`` tokens; grows with ``n``.
 
-        In full-attention groups, queries included, pages only grow within an epoch; when a window is
-        sealed they may drop. So the most is held at the end, or at the last token before one of the sealings on
-        the way, of which the last weighs most. A sliding tail is longest just before its first
-        page falls out.
+        What the prefix cache took over and the request still holds is counted.
         """
-        most = max(self._full_pages(n, floor), self._full_pages(start, floor))
+        return self.peak_full(n, start, floor) + self.peak_slide(n)
+
+    def peak_full(self, n: int, start: int, floor: int) -> int:
+        """Of that, in full-attention groups, queries included.
+
+        Pages only grow within an epoch; when a window is sealed they may drop. So the most is held at
+        the end, or at the last token before one of the sealings on the way, of which the last weighs
+        most.
+        """
+        most = max(self.full_pages(n, floor), self.full_pages(start, floor))
         s0, s1 = self.rule.sealed(start, floor), self.rule.sealed(n, floor)
         if s1 > s0:
             # the first sealing may take all windows of a prompt (``plan.reclaim``)
             ends = {self.rule.epoch_end(s, floor) for s in (s0, s1 - 1)}
-            most = max(most, *(self._full_pages(end, floor) for end in ends))
-        for kind in self.kinds:
-            if kind.sliding_window is not None:
-                longest = min(n, kind.sliding_window + self.rule.page - 1)
-                most += (kind.end - kind.first) * self.rule.pages(longest)
+            most = max(most, *(self.full_pages(end, floor) for end in ends))
         return most
 
-    def _full_pages(self, n: int, floor: int) -> int:
+    def peak_slide(self, n: int) -> int:
+        """Of that, in sliding-window groups.
+
+        A request's own are most just before a page is let go. Where prefixes are shared it also
+        holds on to the window that it last left with the cache, until it leaves the next.
+        """
+        rule, most = self.rule, 0
+        for kind in self.kinds:
+            if kind.sliding_window is not None:
+                own = rule.pages(min(n, kind.sliding_window + rule.page))
+                left = min(n, kind.sliding_window) // rule.page if self.shares else 0
+                most += (kind.end - kind.first) * (own + left)
+        return most
+
+    def full_pages(self, n: int, floor: int = 0) -> int:
+        """Pages held after ``n`` tokens in full-attention groups, and those of queries."""
         s = self.rule.sealed(n, floor)
         tail = self.num_full * self.rule.pages(n - s * self.rule.window)
         return s * self.window_pages + tail + self.queries.held(self.rule, n, floor)

@@ -25,16 +25,33 @@ class Needs:
         Args:
             sole_from: token from which on nobody else reads the row's cached tail.
         """
+        slide = self._slide_demand(state, n)
         if not state.cached_windows and not state.cached_tokens:
-            peak = self.layout.peak_pages(n, state.n, state.floor)
-            return peak - self.layout.pages(state.n, state.floor)
+            peak = self.layout.peak_full(n, state.n, state.floor)
+            return peak - self.layout.full_pages(state.n, state.floor) + slide
         rule = self.layout.rule
         s0, s1 = rule.sealed(state.n, state.floor), rule.sealed(n, state.floor)
         near = range(s0, min(s1, s0 + 2 + -(-rule.recent // rule.window)))
         ends = [rule.epoch_end(s) for s in {*near, s1 - 1} if s >= s0]
         points = {n, *(e + i for e in ends for i in (0, 1) if state.n <= e + i <= n)}
-        most = max(self.private(state, x) - self._set_free(state, x, sole_from) for x in points)
-        return most - self.private(state, state.n)
+        most = max(self._full(state, x) - self._set_free(state, x, sole_from) for x in points)
+        return most - self._full(state, state.n) + slide
+
+    def _slide_demand(self, state: Row, n: int) -> int:
+        """Of that, in sliding-window groups.
+
+        While a prompt is computed, each chunk's end leaves the window with the cache and holds on to
+        it, and the row takes as much again.
+        """
+        layout, page = self.layout, self.layout.rule.page
+        if not layout.slide:
+            return 0
+        now = self._slide(state, state.n)
+        if layout.shares and state.n < state.prompt:
+            return layout.peak_slide(n) - self.slide_left(state.cached_slide) - now
+        # the most is held right after a page is taken
+        taken = max(state.n, (n - 1) // page * page + 1)
+        return max(self._slide(state, x) for x in (taken, n)) - now
 
     def _set_free(self, state: Row, n: int, sole_from: int) -> int:
         """Cached tail pages that can be evicted once the row has ``n`` tokens."""
@@ -45,7 +62,25 @@ class Needs:
 
     def private(self, state: Row, n: int) -> int:
         """Pages that a row owns at ``n`` tokens, with what the cache has of it now."""
-        return self.layout.pages(n, state.floor) - self.shared(state, n)
+        return self._full(state, n) + self._slide(state, n)
+
+    def slide_left(self, n: int) -> int:
+        """Pages of the sliding window behind a cached prefix of ``n`` tokens."""
+        pages = min(n, self.layout.slide) // self.layout.rule.page
+        return pages * (len(self.layout.groups) - self.layout.num_full)
+
+    def _full(self, state: Row, n: int) -> int:
+        """Pages that a row owns in full-attention groups, and those of queries."""
+        return self.layout.full_pages(n, state.floor) - self._shared(state, n)
+
+    def _slide(self, state: Row, n: int) -> int:
+        """Pages that a row owns in sliding-window groups."""
+        layout, total = self.layout, 0
+        for kind in layout.kinds:
+            if kind.sliding_window is not None:
+                start = max(layout.held_start(kind.sliding_window, n), state.cached_slide)
+                total += (kind.end - kind.first) * layout.rule.pages(n - start)
+        return total
 
     def new_pages(self, state: Row, n: int) -> int:
         """Pages that a row takes in a step to ``n`` tokens, whatever it gives back."""
@@ -63,8 +98,8 @@ class Needs:
             + len(self.new_queries(state.n, n, state.floor)) * self.layout.queries.pages
         )
 
-    def shared(self, state: Row, n: int) -> int:
-        """Pages that a row reads at ``n`` tokens and the prefix cache owns."""
+    def _shared(self, state: Row, n: int) -> int:
+        """Pages of full-attention groups that a row reads at ``n`` tokens and the cache owns."""
         start = self.layout.tail_start(None, n, state.floor)
         tail = max(0, state.cached_tokens - start) // self.layout.rule.page
         return state.cached_windows * self.layout.window_pages + tail * self.layout.num_full

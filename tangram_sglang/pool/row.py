@@ -41,6 +41,7 @@ class Row:
         floor: windows sealed from the start on, whatever ``n`` says.
         cached_windows, cached_tokens: what the prefix cache owns of the row's windows and tail;
             ``cached_tokens`` is a page border.
+        cached_slide: token before which the pages of sliding windows are the cache's.
         step: the last step granted.
         quiet: tokens up to which a step changes nothing but ``n``: no page is taken or given back.
         steady: tokens up to which a step takes the next page of each group at most.
@@ -51,6 +52,7 @@ class Row:
     floor: int = 0
     cached_windows: int = 0
     cached_tokens: int = 0
+    cached_slide: int = 0
     step: Step | None = None
     quiet: int = 0
     steady: int = 0

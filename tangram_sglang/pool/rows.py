@@ -14,8 +14,9 @@ A sliding-window group has no sealed windows and its tail starts where the windo
 of windows not sealed yet have pages of their own (``plan.queries``): those of windows s0..s1 are given
 back like the tail, those of windows begun since are taken.
 
-The first pages of a row may belong to the prefix cache: windows 0..cached_windows and tail tokens
-before cached_tokens. A row reads them and neither gives them back nor writes to them.
+The first pages of a row may belong to the prefix cache: windows 0..cached_windows, tail tokens before
+cached_tokens, and those of sliding windows before cached_slide. A row reads them and neither gives
+them back nor writes to them.
 
 Pages given back may be handed to another row of the same step. That is safe because a step copies the
 tails it still needs (``Step.tail``) before any of its writes, and steps run in order.
@@ -43,9 +44,10 @@ class Rows:
         ledger: owner of the pages.
         max_rows: highest row id.
 
-    The prefix cache sets three callbacks. ``evict`` is called with a number of pages that must
+    The prefix cache sets four callbacks. ``evict`` is called with a number of pages that must
     become free; ``tail_left`` with a row and the token before which it now seals its cached tail
-    away; ``sole_from`` with a row, and answers from which token on nobody else reads that tail.
+    away; ``slide_left`` with a row whose sliding windows lie behind what is cached of them;
+    ``sole_from`` with a row, and answers from which token on nobody else reads its cached tail.
 
     ``pointed`` is called with a row and the table entries of it that have changed; a copy of the
     table elsewhere follows it. ``granted`` holds the steps of the last ``advance``, in its order,
@@ -61,6 +63,7 @@ class Rows:
         self.tally = Tally()
         self.evict: Callable[[int], object] = lambda pages: None
         self.tail_left: Callable[[int, int], None] = lambda row, start: None
+        self.slide_left: Callable[[int], None] = lambda row: None
         self.sole_from: Callable[[int], int] = lambda row: self.live[row].cached_tokens
         self.pointed: Callable[[int, np.ndarray], None] = lambda row, slots: None
         self.granted: list[Step] = []
@@ -75,23 +78,28 @@ class Rows:
         prompt: int,
         windows: Sequence[np.ndarray] = (),
         tail: Sequence[np.ndarray] = (),
+        slide: Sequence[np.ndarray] = (),
     ) -> None:
         """Start a request of ``prompt`` tokens on ``row`` behind a cached prefix.
 
         Args:
             windows: pages of each cached window, in the order of ``window_pages``.
             tail: pages of each cached tail page, in the order of ``tail_page``.
+            slide: those of the sliding windows that end where the tail does.
         """
         if row in self.live:
             raise RuntimeError(f"row {row} is in use")
         rule, count = self.layout.rule, len(windows)
         n = count * rule.window + len(tail) * rule.page
-        self.live[row] = Row(prompt, n, rule.floor(prompt, count), count, n)
+        floor = rule.floor(prompt, count)
+        self.live[row] = Row(prompt, n, floor, count, n, n if slide else 0)
         self.prefixes += 1
         for j, pages in enumerate(windows):
             self._point(row, self._sealed_slots(j, j + 1), pages)
         for i, pages in enumerate(tail, count * rule.window // rule.page):
             self._point(row, self._full_ring(i), pages)
+        for i, pages in enumerate(slide, n // rule.page - len(slide)):
+            self._point(row, self._sliding_ring(i), pages)
 
     def advance(self, targets: list[tuple[int, int]]) -> None:
         """Grow each (row, tokens) of one forward step; takes and gives back all pages it needs.
@@ -101,6 +109,8 @@ class Rows:
         """
         self.granted = [self._quiet_step(row, n1) or self._step(row, n1) for row, n1 in targets]
         steps = [step for step in self.granted if step is not self.live[step.row].step]
+        for step in steps:
+            self._leave_slide(step)
         slots = [self._new_slots(step) for step in steps]
         need = sum(map(len, slots))
         leaving = [step for step in steps if self._leaves_cached_tail(step)]
@@ -192,13 +202,11 @@ class Rows:
 
     def private_pages(self, row: int) -> np.ndarray:
         """Page ids the row owns: sealed ones group by group, then the tails, then the queries."""
-        state, page = self.live[row], self.layout.rule.page
+        state = self.live[row]
         sealed = self.layout.rule.sealed(state.n, state.floor)
         slots = [self._sealed_slots(state.cached_windows, sealed)]
         for kind in self.layout.kinds:
-            first, end = self._tail_span(kind, state.n, state.floor)
-            if kind.sliding_window is None:
-                first = max(first, state.cached_tokens // page)
+            first, end = self._own_span(kind, state, state.n)
             slots.append(self._ring(kind, first, end).ravel())
         begun = self.layout.queries.begun(self.layout.rule, state.n)
         slots.append(self._query_slots(range(sealed, begun)))
@@ -211,6 +219,10 @@ class Rows:
     def tail_page(self, row: int, page: int) -> np.ndarray:
         """Raw pages of tokens page*P.. in the full-attention groups, a page a group."""
         return self.table[row, self._full_ring(page)]
+
+    def slide_page(self, row: int, page: int) -> np.ndarray:
+        """Raw pages of tokens page*P.. in the sliding-window groups, a page a group."""
+        return self.table[row, self._sliding_ring(page)]
 
     def cached_path(self, row: int) -> np.ndarray:
         """One page of each window that the prefix cache owns: equal where the window is the same."""
@@ -238,6 +250,11 @@ class Rows:
         self._share(row, self._full_ring(page), pages, owner)
         self.live[row].cached_tokens = (page + 1) * self.layout.rule.page
 
+    def share_slide_page(self, row: int, page: int, pages: np.ndarray, owner: int | None) -> None:
+        """The same for those of the sliding windows."""
+        self._share(row, self._sliding_ring(page), pages, owner)
+        self.live[row].cached_slide = (page + 1) * self.layout.rule.page
+
     def _share(self, row, slots, pages, owner) -> None:
         mine = self.table[row, slots]
         if owner is None:
@@ -253,10 +270,25 @@ class Rows:
     def _full_ring(self, page: int) -> np.ndarray:
         return self._ring(self.layout.kinds[0], page, page + 1)[:, 0]
 
+    def _sliding_ring(self, page: int) -> np.ndarray:
+        parts = [self._ring(kind, page, page + 1)[:, 0] for kind in self.layout.kinds[1:]]
+        return np.concatenate(parts)
+
     def _tail_span(self, kind: Kind, n: int, floor: int) -> tuple[int, int]:
-        """First and one past the last tail page, counted from token 0."""
+        """First and one past the last page that the next step reads, counted from token 0."""
         rule = self.layout.rule
         return self.layout.tail_start(kind.sliding_window, n, floor) // rule.page, rule.pages(n)
+
+    def _held_span(self, kind: Kind, n: int, floor: int) -> tuple[int, int]:
+        """First and one past the last page that is held at ``n`` tokens."""
+        rule = self.layout.rule
+        return self.layout.held_start(kind.sliding_window, n, floor) // rule.page, rule.pages(n)
+
+    def _own_span(self, kind: Kind, state: Row, n: int) -> tuple[int, int]:
+        """The same without what the prefix cache owns."""
+        first, end = self._held_span(kind, n, state.floor)
+        cached = state.cached_tokens if kind.sliding_window is None else state.cached_slide
+        return max(first, cached // self.layout.rule.page), end
 
     def _ring(self, kind: Kind, first: int, end: int) -> np.ndarray:
         """Table entries of tail pages first..end, [groups of the kind, pages]."""
@@ -294,6 +326,12 @@ class Rows:
         )
         return Step(row, n0, n1, s0, s1, state.floor, tail, queries)
 
+    def _leave_slide(self, step: Step) -> None:
+        state, slide = self.live[step.row], self.layout.slide
+        if state.cached_slide and self.layout.held_start(slide, step.n0) >= state.cached_slide:
+            state.cached_slide = 0
+            self.slide_left(step.row)
+
     def _leaves_cached_tail(self, step: Step) -> bool:
         start = step.s0 * self.layout.rule.window
         return step.s1 > step.s0 and self.live[step.row].cached_tokens > start
@@ -304,12 +342,9 @@ class Rows:
     def _give_tail(self, step: Step, last: bool = False) -> None:
         if self.needs.turns(self.live[step.row], step.n1):
             return
-        cached = self.live[step.row].cached_tokens // self.layout.rule.page
         for kind in self.layout.kinds:
-            first, end = self._tail_span(kind, step.n0, step.floor)
-            if kind.sliding_window is None:
-                first = max(first, cached)
-            end = min(end, self._tail_span(kind, step.n1, step.floor)[0])
+            first, end = self._own_span(kind, self.live[step.row], step.n0)
+            end = min(end, self._held_span(kind, step.n1, step.floor)[0])
             gone = self._ring(kind, first, end).ravel()
             if len(gone):
                 self.ledger.give(self.table[step.row, gone], step.row, last)
@@ -322,7 +357,7 @@ class Rows:
             return self.layout.ring_offset + page % self.layout.ring_slots
         slots = [self._sealed_slots(step.s0, step.s1)] if step.s1 > step.s0 else []
         for kind in self.layout.kinds:
-            first, end = self._tail_span(kind, step.n1, step.floor)
+            first, end = self._held_span(kind, step.n1, step.floor)
             first = max(first, self.layout.rule.pages(step.n0))
             if first < end:
                 slots.append(self._ring(kind, first, end).ravel())

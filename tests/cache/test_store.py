@@ -14,7 +14,11 @@ from tangram_sglang.pool.ledger import Ledger
 from tangram_sglang.pool.row import Row
 from tangram_sglang.pool.rows import Rows
 
-SHAPE = ModelShape(tuple(LayerShape(i, 3, 3, 8, None, 1.0) for i in range(3)))
+
+def shape_of(slide: int) -> ModelShape:
+    """Three layers of full attention and, with a sliding window, two more."""
+    windows = [None, slide, None, slide, None] if slide else [None] * 3
+    return ModelShape(tuple(LayerShape(i, 3, 3, 8, w, 1.0) for i, w in enumerate(windows)))
 
 
 # drawn once: a cut of one of them is a prompt
@@ -33,10 +37,12 @@ class PoolMachine(RuleBasedStateMachine):
         pages=st.sampled_from([60, 100, 400]),
         queries=st.sampled_from([0, 0, 1, 6, 16]),
         scores=st.booleans(),
+        slide=st.sampled_from([0, 0, 4, 12, 40]),
     )
-    def build(self, recent, pages, queries=0, scores=False):
+    def build(self, recent, pages, queries=0, scores=False, slide=0):
+        shape = shape_of(slide)
         layout = KVLayout.build(
-            SHAPE,
+            shape,
             WindowRule(16, recent, 4, 2),
             budgets=[i / 9 for i in range(9)],
             retention=0.4,
@@ -45,12 +51,13 @@ class PoolMachine(RuleBasedStateMachine):
             max_tokens=300,
         )
         if queries:
-            layout = layout.with_queries(SHAPE, queries)
+            layout = layout.with_queries(shape, queries)
         if scores:
             layout = layout.with_scores()
         self.rows = Rows(layout, Ledger(pages), 3)
         self.taken = self._note_taken()
         self.rows.tail_left = self._leave_tail
+        self.rows.slide_left = lambda row: self._relock(row, self.locks[row].without_slide())
         self.rows.sole_from = lambda row: self.locks[row].sole_from(4)
         self.store = PrefixStore(self.rows)
         self.texts: dict[int, list[int]] = {}
@@ -89,13 +96,16 @@ class PoolMachine(RuleBasedStateMachine):
         prefix = self.store.trie.match(None, text, len(text) - 1)
         self.store.trie.lock(prefix)
         windows = len(prefix.windows)
-        start = Row(len(text), prefix.tokens, windows, windows, prefix.tokens)
+        slide = prefix.tokens if prefix.slide else 0
+        start = Row(len(text), prefix.tokens, windows, windows, prefix.tokens, slide)
         need = self.rows.needs.demand(start, len(text), prefix.sole_from(4))
         if need > self._unpromised:
             self.store.trie.unlock(prefix)
             return False
         self.rows.open(
-            row, len(text), [x.pages for x in prefix.windows], [x.pages for x in prefix.tail]
+            row,
+            len(text),
+            *([x.pages for x in nodes] for nodes in (prefix.windows, prefix.tail, prefix.slide)),
         )
         rule, queries = self.rows.layout.rule, self.rows.layout.queries
         # no query that will be read lies before the row's first token
@@ -209,6 +219,9 @@ class PoolMachine(RuleBasedStateMachine):
             raw = min(len(prefix.tail) * rule.page, self.rows.layout.queries.reusable(rule))
             exact = not windows or raw >= rule.recent
             least = windows * rule.window + raw if exact else (windows - back) * rule.window
+            if self.rows.layout.slide and (prefix.tokens > least or not prefix.slide):
+                # the sliding window behind a shorter state may be nobody's
+                least = 0
             assert found.tokens >= least
 
     def _close(self, row):
@@ -224,8 +237,8 @@ class PoolMachine(RuleBasedStateMachine):
     def _leave_tail(self, row, start):
         self._relock(row, self.locks[row].behind(start))
 
-    def _pages(self, row):
-        """(page, what it must hold) for all that the row's table names."""
+    def _pages(self, row, written=False):
+        """(page, what it must hold) for all that the row reads, or may have written."""
         state, rule = self.rows.live[row], self.rows.layout.rule
         text, sealed = self.texts[row], rule.sealed(state.n, state.floor)
         for j in range(sealed):
@@ -234,6 +247,13 @@ class PoolMachine(RuleBasedStateMachine):
         for p in range(sealed * rule.window // rule.page, rule.pages(state.n)):
             for g, page in enumerate(self.rows.tail_page(row, p)):
                 yield int(page), ("raw", g, tuple(text[: min(state.n, (p + 1) * rule.page)]))
+        if slide := self.rows.layout.slide:
+            start = self.rows.layout.tail_start(slide, state.n)
+            if written:
+                start = max(state.cached_slide, self.rows.layout.held_start(slide, state.n))
+            for p in range(start // rule.page, rule.pages(state.n)):
+                for g, page in enumerate(self.rows.slide_page(row, p)):
+                    yield int(page), ("slide", g, tuple(text[: min(state.n, (p + 1) * rule.page)]))
         for j in range(sealed, self.rows.layout.queries.begun(rule, state.n)):
             for i, page in enumerate(self.rows.table[row, self.rows._query_slots((j,))]):
                 yield int(page), ("queries", i, tuple(text[: min(state.n, (j + 1) * rule.window)]))
@@ -241,13 +261,18 @@ class PoolMachine(RuleBasedStateMachine):
     def _partial(self, row) -> set[int]:
         """The row's last pages, if they have room; they are never shared."""
         n, page = self.rows.live[row].n, self.rows.layout.rule.page
-        return set(self.rows.tail_page(row, n // page).tolist()) if n % page else set()
+        if not n % page:
+            return set()
+        pages = self.rows.tail_page(row, n // page).tolist()
+        if self.rows.layout.slide:
+            pages += self.rows.slide_page(row, n // page).tolist()
+        return set(pages)
 
     def _write(self, row, partial):
         """A step writes to the pages that it takes and to those that had room."""
-        for page, held in self._pages(row):
+        for page, held in self._pages(row, written=True):
             # queries are never shared, and a step adds to those it finds
-            grown = held[0] == "queries" or (page in partial and held[0] == "raw")
+            grown = held[0] == "queries" or page in partial
             if page in self.taken or grown:
                 self.content[page] = held
 

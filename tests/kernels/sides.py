@@ -39,14 +39,17 @@ class Side:
         watcher=None,
         splits="map",
         rule=RULE,
+        slide=None,
     ):
+        # with ``slide``, the second layer sees so many tokens
+        windows = [None] * (LAYERS - 1) + [slide]
         shape = ModelShape(
-            tuple(LayerShape(i, Q_HEADS, HEADS, DIM, None, DIM**-0.5) for i in range(LAYERS))
+            tuple(LayerShape(i, Q_HEADS, HEADS, DIM, w, DIM**-0.5) for i, w in enumerate(windows))
         )
         layout = KVLayout.build(
             shape,
             rule,
-            budgets=[0.3, 0.9, 0.5, 0.1],
+            budgets=[0.3, 0.9, 0.5, 0.1][: len(shape.full_heads)],
             retention=0.5,
             per_group=2,
             grouping="global",
@@ -83,13 +86,17 @@ class Side:
         self.pool.pages.fill_(torch.nan)
         self.pool.pages[0] = 0
         self.pool.store = PrefixStore(self.pool.rows)
-        layers = [RadixAttention(Q_HEADS, DIM, DIM**-0.5, HEADS, i) for i in range(LAYERS)]
+        layers = [
+            RadixAttention(Q_HEADS, DIM, DIM**-0.5, HEADS, i, sliding_window_size=(w or 0) - 1)
+            for i, w in enumerate(windows)
+        ]
         model = nn.ModuleList(layers)
         runner = SimpleNamespace(
             device=self.device, req_to_token_pool=None, token_to_kv_pool=self.pool, model=model
         )
         self.layers = layers
-        drift = DriftRule("keydiff", (0.3, 0.5, 0.4, 0.6), 0.5, "global", 2)
+        limits = (0.3, 0.5, 0.4, 0.6)[: len(shape.full_heads)]
+        drift = DriftRule("keydiff", limits, 0.5, "global", 2)
         self.watch = watcher or DriftWatch(drift, layout, self.device)
         self.backend = backend(runner, self.watch, self.gates)
 
@@ -127,12 +134,17 @@ class Side:
 
 
 def make_sides(
-    pages: int, scorer="keydiff", watchers=(None, None), splits="map", rule=RULE
+    pages: int,
+    scorer="keydiff",
+    watchers=(None, None),
+    splits="map",
+    rule=RULE,
+    slide=None,
 ) -> tuple[Side, Side]:
     """The CPU's and the GPU's, of ``pages`` pages each."""
-    cpu = Side(TangramAttentionBackend, pages, 0, scorer, watchers[0], rule=rule)
+    cpu = Side(TangramAttentionBackend, pages, 0, scorer, watchers[0], rule=rule, slide=slide)
     spare = spare_pages(cpu.pool.plan.layout, "cuda")
-    return cpu, Side(TangramCudaBackend, pages, spare, scorer, watchers[1], splits, rule)
+    return cpu, Side(TangramCudaBackend, pages, spare, scorer, watchers[1], splits, rule, slide)
 
 
 def random_qkv(tokens: int, generator):

@@ -43,17 +43,22 @@ def run_both(cpu, gpu, sinks=None) -> tuple[int, list]:
     return copied, seen
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize(
+    ("split", "slide"),
+    [(False, None), (True, None), (False, 12)],
+    ids=["whole", "split", "sliding"],
+)
 @pytest.mark.parametrize("scarce", [False, True], ids=["roomy", "scarce"])
-def test_prefill_chunks_and_decode_equal_the_cpu_backend(sides, monkeypatch, scarce, split):
+def test_prefill_chunks_and_decode_equal_the_cpu_backend(sides, monkeypatch, scarce, split, slide):
     """In a pool of just the pages that are held, a step hands out some that it still reads."""
     if split:
         # as for a short message in a long conversation
         monkeypatch.setattr(splitter, "split_counts", lambda *a: (2, 1))
-    cpu, gpu = sides(400)
+    cpu, gpu = sides(400, slide=slide)
     if scarce:
         layout = cpu.pool.plan.layout
-        cpu, gpu = sides(max(sum(layout.pages(n) for _, n in targets) for targets, _ in STEPS))
+        held = max(sum(layout.pages(n) for _, n in targets) for targets, _ in STEPS)
+        cpu, gpu = sides(held, slide=slide)
     # compiling is no compression
     assert gpu.pool.rows.tally.compression_s == 0
     copied, _ = run_both(cpu, gpu)

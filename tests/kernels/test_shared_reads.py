@@ -49,28 +49,36 @@ def test_every_run_is_a_common_beginning():
         assert len(seen) == len(set(seen))
 
 
+SINKS = torch.tensor([1.5, -2.0, 6.0, 0.5])
+
+
 @pytest.mark.parametrize(
-    ("splits", "sinks"),
-    [("map", None), ("map", torch.tensor([1.5, -2.0, 6.0, 0.5])), ("equal", None)],
-    ids=["map", "map-attention-sinks", "equal"],
+    ("splits", "sinks", "slide"),
+    [("map", None, None), ("equal", None, None), ("map", SINKS, 8), ("map", None, 40)],
+    ids=["map", "equal", "map-sinks-sliding", "map-sliding-over-windows"],
 )
-def test_rows_behind_one_prefix_decode_as_if_alone(sides, splits, sinks):
-    """The two backends step by step; then one row fewer, in another order."""
-    cpu, gpu = sides(500, splits=splits)
+def test_rows_behind_one_prefix_decode_as_if_alone(sides, splits, sinks, slide):
+    """The two backends step by step; then one row fewer, in another order.
+
+    Layers with a sliding window have nothing that is read together.
+    """
+    cpu, gpu = sides(500, splits=splits, slide=slide)
     generator = torch.Generator().manual_seed(0)
     document = list(random_qkv(85, generator))
     for side in (cpu, gpu):
         side.pool.rows.open(1, 85)
-        side.forward([(1, 85)], False, document)
+        side.forward([(1, 85)], False, document, sinks=sinks)
         side.pool.store.publish(1, (), tuple(range(85)))
     windows = cpu.pool.rows.live[1].cached_windows
     assert windows == 4
     question = list(random_qkv(12, generator))
     for row in (2, 3):
         for side in (cpu, gpu):
-            known = [side.pool.rows.window_pages(1, j) for j in range(windows)]
-            side.pool.rows.open(row, 76, known)
-            side.forward([(row, 76)], False, question)
+            prefix = side.pool.store.trie.match((), range(85), 85)
+            assert (prefix.tokens, len(prefix.windows)) == (84, windows)
+            known = ([x.pages for x in y] for y in (prefix.windows, prefix.tail, prefix.slide))
+            side.pool.rows.open(row, 96, *known)
+            side.forward([(row, 96)], False, question, sinks=sinks)
     for rows in ([3, 1, 2], [3, 1, 2], [2, 1]):
         targets = [(row, cpu.pool.rows.live[row].n + 1) for row in rows]
         qkv = list(random_qkv(len(rows), generator))
