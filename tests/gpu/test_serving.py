@@ -105,17 +105,24 @@ def test_a_tight_pool_and_overlap_change_no_token(llama):
     assert_same_but_ties(tight, roomy, tie=5 * TIE)
 
 
-def test_a_prefix_hit_changes_no_token(llama):
-    """A second turn behind cached windows and a raw tail, and the same without a prefix cache."""
+@pytest.mark.parametrize("name", ["llama", "gpt-oss"])
+def test_a_prefix_hit_changes_no_token(llama, tmp_path, name):
+    """A second turn behind cached windows and a raw tail, and the same without a prefix cache.
+
+    GPT-OSS has cached pages of its sliding windows too, of one page each.
+    """
+    folder = llama[1]
+    if name == "gpt-oss":
+        folder = save(tiny_gpt_oss(seed=3, head_dim=64, sliding_window=16), tmp_path)
     turns = [
         Req(random_tokens(150, seed=1), 40, rid="t0-", logprobs=True, top_logprobs=2),
         Req(random_tokens(25, seed=2), 40, rid="t1-", after="t0-", continues=True,
             logprobs=True, top_logprobs=2),
     ]  # fmt: skip
-    cached = on_gpu(llama[1], turns, overlap=True)
+    cached = on_gpu(folder, turns, overlap=True)
     assert cached["t1-"].cached_tokens >= 176
     again = Req(cached["t1-"].prompt_ids, 40, rid="t1-", logprobs=True, top_logprobs=2)
-    cold = on_gpu(llama[1], [again], disable_radix_cache=True)
+    cold = on_gpu(folder, [again], disable_radix_cache=True)
     assert cold["t1-"].cached_tokens == 0
     assert_same_but_ties(cached, cold, tie=5 * TIE)
 
