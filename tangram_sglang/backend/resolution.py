@@ -63,8 +63,9 @@ def _vouch(server_args: Any, previous) -> None:
 
 
 def _has_list(server_args: Any) -> bool:
-    architectures = model_config_of(server_args).hf_config.architectures
-    return "GptOssForCausalLM" in (architectures or ())
+    # SGLang asks the first one
+    architectures = model_config_of(server_args).hf_config.architectures or ()
+    return architectures[:1] == ["GptOssForCausalLM"]
 
 
 def _choose_cache(server_args: Any, previous) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -103,11 +102,13 @@ class Prefix:
         return (*self.windows, *self.tail, *self.slide)
 
     def sole_from(self, page: int) -> int:
-        """Token from which on one lock, the asker's, is all that holds the tail.
+        """Token from which on the asker alone reads the tail; it has locked the prefix.
 
-        Whoever locks a page locks those before it, so locks only fall along the tail.
+        Another request may have sealed the first windows that the tail passes, and read on behind them.
         """
-        shared = bisect_left(self.tail, True, key=lambda node: node.locks <= 1)
+        shared = len(self.tail)
+        while shared and self.tail[shared - 1].readers <= 1:
+            shared -= 1
         return self.tokens - (len(self.tail) - shared) * page
 
     def without_slide(self) -> Prefix:

@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -293,6 +294,33 @@ def test_a_prompt_that_seals_a_part_of_its_cached_tail_finds_the_pages_it_was_pr
     # tokens 16..32 are sealed away, tokens 32..40 stay in the tail
     machine._advance(1, 47)
     machine.books_are_right()
+
+
+@pytest.mark.parametrize("slide", [0, 12])
+@pytest.mark.parametrize("more", [17, 80])
+def test_a_prompt_that_passes_what_another_request_sealed_finds_the_pages_it_was_promised(
+    slide, more
+):
+    """A seals the first window of a tail that B starts from, and reads on behind it, as B does."""
+    admitted = 0
+    for pages in range(20, 300):
+        machine = PoolMachine()
+        machine.build(recent=12, pages=pages, slide=slide)
+        text = TEXTS[0][:44]
+        if not machine._admit(text):
+            continue
+        machine._advance(1, 44)
+        machine._publish(1)
+        if machine.rows.row_demand(1, 45) > machine._unpromised:
+            continue
+        machine.texts[1].append(1)
+        machine._advance(1, 45)
+        if machine._admit([*text, *[2] * more]):
+            admitted += 1
+            assert machine.rows.live[2].cached_tokens == 44
+            machine._advance(2, 44 + more)
+            machine.books_are_right()
+    assert 100 < admitted < 280
 
 
 TestPool = PoolMachine.TestCase
