@@ -80,16 +80,18 @@ def error_curves(
     logits = torch.einsum("hrqd,hnd->hrqn", q, k) * scaling
     unseen = torch.arange(k.shape[1], device=k.device) > positions.to(k.device)[:, None]
     logits.masked_fill_(unseen, -torch.inf)
-    if sinks is None:
-        sinks = torch.full(logits.shape[:2], -torch.inf, device=k.device)
-    column = sinks.float().view(heads, -1, 1, 1).expand(*logits.shape[:3], 1)
-    weights, lost = torch.cat([logits, column], dim=-1).softmax(dim=-1).tensor_split([-1], dim=-1)
+    weights, lost = logits.softmax(dim=-1), 0.0
+    if sinks is not None:
+        # what a sink takes of each softmax
+        taken = sinks.float().view(heads, -1, 1) - logits.logsumexp(dim=-1)
+        lost = taken.sigmoid()
+        weights *= (-taken).sigmoid()[..., None]
     full = torch.einsum("hrqn,hnd->hrqd", weights, v)
     chosen = start + order
     at = chosen[:, None, None, :].expand(*weights.shape[:3], -1)
     mine, values = weights.gather(-1, at), v.gather(1, chosen[..., None].expand(-1, -1, v.shape[2]))
     weights.scatter_(-1, at, 0.0)
-    mass, output = weights.sum(dim=-1) + lost[..., 0], torch.einsum("hrqn,hnd->hrqd", weights, v)
+    mass, output = weights.sum(dim=-1) + lost, torch.einsum("hrqn,hnd->hrqd", weights, v)
     errors, first = [], 0
     for point in points:
         part = mine[..., first:point]

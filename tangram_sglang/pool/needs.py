@@ -48,7 +48,7 @@ class Needs:
             return 0
         now = self._slide(state, state.n)
         if layout.shares and state.n < state.prompt:
-            return layout.peak_slide(n) - self.slide_left(state.cached_slide) - now
+            return layout.peak_slide(n) - self._slide_left(state) - now
         # the most is held right after a page is taken
         taken = max(state.n, (n - 1) // page * page + 1)
         return max(self._slide(state, x) for x in (taken, n)) - now
@@ -64,9 +64,9 @@ class Needs:
         """Pages that a row owns at ``n`` tokens, with what the cache has of it now."""
         return self._full(state, n) + self._slide(state, n)
 
-    def slide_left(self, n: int) -> int:
-        """Pages of the sliding window behind a cached prefix of ``n`` tokens."""
-        pages = min(n, self.layout.slide) // self.layout.rule.page
+    def _slide_left(self, state: Row) -> int:
+        """Pages of sliding windows that a row left with the cache and holds on to."""
+        pages = min(state.cached_slide, self.layout.slide) // self.layout.rule.page
         return pages * (len(self.layout.groups) - self.layout.num_full)
 
     def _full(self, state: Row, n: int) -> int:

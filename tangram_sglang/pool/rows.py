@@ -109,7 +109,7 @@ class Rows:
         """
         self.granted = [self._quiet_step(row, n1) or self._step(row, n1) for row, n1 in targets]
         steps = [step for step in self.granted if step is not self.live[step.row].step]
-        for step in steps:
+        for step in steps if self.layout.slide else ():
             self._leave_slide(step)
         slots = [self._new_slots(step) for step in steps]
         need = sum(map(len, slots))
